@@ -194,8 +194,8 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore, devices: De
     except InvalidJob as error:
         return Found(error.problems, [])
     found: list[str | None] = [_model(spec.model), _resume(spec.trainer)]
-    if spec.teacher is not None:
-        found.append(_model(spec.teacher.model, TEACHER))
+    if spec.held_teacher:
+        found.append(_model(spec.held_teacher, TEACHER))
     found += [_reward_model(part.model) for part in spec.reward_parts if part.model]
     if not isinstance(spec, OfflineJob):
         found += [_model(other.model, f"models.{name}.model") for name, other in spec.models.items()]

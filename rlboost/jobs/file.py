@@ -40,7 +40,8 @@ def complete(raw: dict[str, Any]) -> dict[str, Any]:
     job: dict[str, Any] = json.loads(job_spec.to_json(spec))
     if spec.adapter is not None:  # it names the model as the job file does
         job["lora"] = spec.adapter.model_dump(mode="json")
-    teacher, reward = job.get("algorithm", {}).get("teacher"), job.get("reward") or {}
+    teacher = job["algorithm"]["teacher"] if spec.held_teacher else None
+    reward = job.get("reward") or {}
     named = [job, teacher, *(job.get("models") or {}).values(), reward, *(reward.get("functions") or ())]
     for section in named:
         if section and section.get("model"):

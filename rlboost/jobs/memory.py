@@ -182,15 +182,15 @@ def added_parameters(spec: JobSpec, size: ModelSize) -> int:
 
 
 def teacher_parameters(spec: JobSpec) -> int:
-    """Return the parameters of a job's teacher, 0 without one.
+    """Return the parameters of a teacher that the trainer holds, 0 without one.
 
     Raises:
         ConfigError: the teacher is not a local folder, or of an unknown kind.
 
     """
-    if spec.teacher is None:
+    if not spec.held_teacher:
         return 0
-    config = read_config(Path(spec.teacher.model).expanduser())
+    config = read_config(Path(spec.held_teacher).expanduser())
     return size_of(config.get("text_config", config)).total
 
 

@@ -171,7 +171,7 @@ def model_problems(spec: JobSpec) -> list[str]:
     if spec.trainer.backend == "torch" and spec.trainer.context_parallel > 1:
         checks.append(lambda: _check_heads(spec, model))
     if spec.teacher is not None:
-        teacher = Path(spec.teacher.model).expanduser()
+        teacher = Path(spec.teacher_model).expanduser()
         checks.append(lambda: require_teachable(model, teacher) if teacher.is_dir() else None)
     if (adapter := spec.adapter) is not None:
         checks.append(lambda: check_targets(adapter, read_tensor_shapes(model)))
@@ -259,12 +259,14 @@ def check_data(spec: JobSpec) -> DataFindings:
 
 
 def _load_data(spec: JobSpec) -> DataFindings:
-    from rlboost.services.trainer.adapters.data import load_data  # noqa: PLC0415 - imports torch
+    from rlboost.services.trainer.adapters.data import check_teacher, load_data  # noqa: PLC0415 - imports torch
     from rlboost.services.trainer.domain import plan  # noqa: PLC0415 - only where a trainer may run
 
     data = load_data(spec, Path(spec.model).expanduser())
     if not isinstance(spec, OfflineJob):
         plan.check(spec, data.n_evaluation)
+    if spec.served_teacher and (teacher := Path(spec.teacher_model).expanduser()).is_dir():
+        check_teacher(spec, data, teacher)
     notices = []
     if ignored := ", ".join(sorted(data.ignored_keys)):
         notices.append(f"data: the chat template does not show these keys of messages: {ignored}")

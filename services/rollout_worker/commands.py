@@ -42,7 +42,7 @@ from rlboost.services.rollout_worker.domain.session import (
 from rlboost.services.rollout_worker.generator import Generator, LoadStage, ReplacementTimes
 from rlboost.services.rollout_worker.life import StartupTimer
 from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
-from rlboost.services.rollout_worker.ports import EngineFailed, MustBeMerged, StagedWeights, WeightSource
+from rlboost.services.rollout_worker.ports import EngineClosed, EngineFailed, MustBeMerged, StagedWeights, WeightSource
 from rlboost.shared.errors import (
     BadSignature,
     BusUnavailable,
@@ -527,7 +527,8 @@ class CommandLoop:
                     self._generator.abort(keys)  # the session has dropped them already
                 self._connection.session.on_engine_suspended()
             case UnloadAdapter(job_id):
-                await self._generator.unload_adapter(job_id)
+                with suppress(EngineClosed):  # another model's takes its place
+                    await self._generator.unload_adapter(job_id)
             case ResumeEngine():
                 await self._generator.resume("suspended")
             case _:

@@ -16,14 +16,16 @@ from rlboost.services.rollout_worker.domain.requests import Emission, Request, R
 from rlboost.services.rollout_worker.ports import (
     AdapterEngine,
     Changes,
+    EngineClosed,
     EngineFailed,
     Sequences,
     StagedAdapter,
     StagedWeights,
 )
-from rlboost.shared.errors import BadSignature, Corrupt, Fatal, NotFound, UnsuitableWeights
+from rlboost.shared.errors import BadSignature, Corrupt, NotFound, UnsuitableWeights
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.process.system import run_in_thread
+from rlboost.shared.wire import ints
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +79,7 @@ class FakeEngine:
         self.hints: list[tuple[int, list[int]]] = []
         """Sample and completion of each `hint`."""
         self.vocabulary = vocabulary
-        self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity)
+        self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity, options={"forced"})
         self._table = self._new_table()
         self.returns_routed_experts = self._table.returns_routed_experts
         self.sampling_options = self._table.options
@@ -100,7 +102,11 @@ class FakeEngine:
         table.admit(budget_tokens=1 << 30)
         drawn = uniforms(table.seeds, table.offsets)
         logprobs = np.full(table.n, -np.log(self.vocabulary), np.float32)
-        table.commit((drawn * self.vocabulary).astype(np.int64), logprobs)
+        tokens = (drawn * self.vocabulary).astype(np.int64)
+        for slot, request in enumerate(table.requests):
+            if request.sampling.forced:
+                tokens[slot] = ints(request.sampling.forced)[table.offsets[slot]]
+        table.commit(tokens, logprobs)
 
     def fail(self, cause: Exception) -> None:
         """Die of `cause`."""
@@ -220,7 +226,7 @@ class FakeEngine:
         if self._failure is not None:
             raise self._death() from self._failure
         if self._closed and not allow_closed:
-            raise Fatal("the inference engine is closed")
+            raise EngineClosed("the inference engine is closed")
         if self._interval_s is None:
             return
         now = self._clock()

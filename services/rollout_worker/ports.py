@@ -29,6 +29,10 @@ class EngineFailed(Fatal):
     """The engine died or hangs; a running sample may be the cause."""
 
 
+class EngineClosed(Fatal):
+    """The engine was closed: another model's takes its place, or the worker ends."""
+
+
 class MustBeMerged(UnsuitableWeights):
     """The engine cannot hold a job's adapters next to its weights, so it serves that job alone."""
 

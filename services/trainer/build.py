@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from rlboost.services.trainer.adapters.checkpoint_bucket import CheckpointLocations
-from rlboost.services.trainer.adapters.data import find_model, load_data
+from rlboost.services.trainer.adapters.data import check_teacher, find_model, load_data
 from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
 from rlboost.services.trainer.adapters.images import ImageUploads
 from rlboost.services.trainer.adapters.machines.registry import JobMachines, TrainerMachines
@@ -93,7 +93,7 @@ def build_resources(
         replayed = require_replayable(model, spec.sampling.max_tokens)
     aggregation = loss.aggregation if isinstance(loss, PolicyLoss) else "token_mean"
     policy = PolicySettings.of(
-        spec, aggregation, replayed, _teacher(spec, model), str(folder / IMAGES) if has_images else ""
+        spec, aggregation, replayed, _teacher(spec, model, data), str(folder / IMAGES) if has_images else ""
     )
     engine = _engine(config, spec.trainer, folder, own_machines, policy)
     skip_function = spec.data.curriculum.function if spec.data.curriculum else None
@@ -221,13 +221,14 @@ def _machines(
     return JobMachines(machines, spec, waits, device=config.device, shrink_after_s=config.machines_wait_s)
 
 
-def _teacher(spec: JobSpec, model: Path) -> str:
-    """Return the directory of a job's teacher, empty if it has none."""
-    if spec.teacher is None:
+def _teacher(spec: JobSpec, model: Path, data: Data) -> str:
+    """Return the directory of a teacher that the trainer holds, empty if it has none."""
+    if not spec.teacher_model:
         return ""
-    teacher = find_model(spec.teacher.model, TEACHER)
+    teacher = find_model(spec.teacher_model, TEACHER)
     require_teachable(model, teacher)
-    return str(teacher)
+    check_teacher(spec, data, teacher)
+    return str(teacher) if spec.held_teacher else ""
 
 
 def _engine(

@@ -33,7 +33,7 @@ from rlboost.services.trainer.ports.storage import JobResources, TrainState
 from rlboost.services.trainer.step import offline
 from rlboost.services.trainer.step.durable import DurableCurriculum, DurablePaidCalls, DurableResampling
 from rlboost.services.trainer.step.intake import Intake
-from rlboost.services.trainer.step.judging import Judges
+from rlboost.services.trainer.step.judging import OtherModels
 from rlboost.services.trainer.step.run import StepRun
 from rlboost.services.trainer.step.scoring import logged_samples
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, OfflineJob, to_json
@@ -221,11 +221,11 @@ class JobRun:
                 job.resources.environments.record_calls(paid_calls)
             restoring = scoring.create_task(versions.restore_periodically(), name="restore-damaged-weights")
             renewing = scoring.create_task(renew_images(job), name="renew-images")
-            judges = await Judges.load(job) if spec.judges else None
-            judging = None if judges is None else scoring.create_task(judges.read(), name="read-judges")
-            intake = Intake(job, state, scoring, curriculum, resampling, judges)
-            if judges is not None:
-                checkpoints.more_trims = judges.trims
+            models = await OtherModels.load(job)
+            judging = None if models is None else scoring.create_task(models.questions.read(), name="read-other-models")
+            intake = Intake(job, state, scoring, curriculum, resampling, models)
+            if models is not None:
+                checkpoints.more_trims = models.questions.trims
             for step in range(state.step, plan.last_step(spec) + 1):
                 await job.wait_while_paused(step)
                 save = checkpoints.is_due(state.step, step)

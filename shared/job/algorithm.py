@@ -81,8 +81,8 @@ class TeacherSpec(Section):
     """
 
     model: str = Field(min_length=1)
-    """Folder or Hugging Face id of the teacher, with the tokenizer of the job's `model`. The trainer's devices hold it
-    in `trainer.dtype`."""
+    """Name of one of `models`, which workers serve; or folder or Hugging Face id of a model that the trainer's devices
+    hold in `trainer.dtype`. It has the tokenizer of the job's `model`."""
     coef: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Weight of the teacher next to advantages from rewards."""
 

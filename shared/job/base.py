@@ -63,6 +63,21 @@ class ServiceJob(BaseJob):
         return None
 
     @property
+    def teacher_model(self) -> str:
+        """Return the folder or id of the job's teacher; empty if it has none."""
+        return ""
+
+    @property
+    def held_teacher(self) -> str:
+        """Return the folder or id of a teacher that the trainer's devices hold; empty if workers serve it."""
+        return ""
+
+    @property
+    def served_teacher(self) -> str:
+        """Return the name of a teacher that workers serve; empty if it is none of `models`."""
+        return ""
+
+    @property
     def held_out(self) -> tuple[HeldOutSet, ...]:
         """Return the sets that the job is evaluated on."""
         return held_out_sets(self.data, getattr(self, "eval", None), getattr(self, "sampling", SamplingSpec()))

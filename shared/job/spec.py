@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
@@ -15,6 +16,7 @@ from rlboost.shared.ids import MAX_STEPS
 from rlboost.shared.job import other_trainers
 from rlboost.shared.job.algorithm import (
     GROUPLESS,
+    TEACHER,
     AlgorithmSpec,
     PairsSpec,
     ScoresSpec,
@@ -110,7 +112,8 @@ class _TrainingJob(ServiceJob):
         return self
 
 
-_ModelName = Annotated[str, Field(min_length=1, max_length=32, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+_MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
+_ModelName = Annotated[str, Field(min_length=1, max_length=32, pattern=_MODEL_NAME)]
 
 
 class _RewardedJob(ServiceJob):
@@ -125,8 +128,8 @@ class _RewardedJob(ServiceJob):
     sampling: SamplingSpec = SamplingSpec()
     """How completions are sampled."""
     models: dict[_ModelName, ModelSpec] = Field(default_factory=dict)
-    """Other models that the workers serve while the job runs, by name: a judge of `reward.judge`, or one that is
-    called at the OpenAI endpoint as `JOB.NAME`."""
+    """Other models that the workers serve while the job runs, by name: a judge of `reward.judge`, a teacher of
+    `algorithm.teacher`, or one that is called at the OpenAI endpoint as `JOB.NAME`."""
 
     @property
     def reward_parts(self) -> tuple[RewardPart, ...]:
@@ -210,11 +213,23 @@ class RlJob(_TrainingJob, _RewardedJob):
 
     @property
     def needs_reference(self) -> bool:
-        return self.algorithm.needs_reference
+        return self.algorithm.needs_reference and not self.served_teacher
 
     @property
     def teacher(self) -> TeacherSpec | None:
         return self.algorithm.teacher
+
+    @property
+    def teacher_model(self) -> str:
+        return self.models[self.served_teacher].model if self.served_teacher else self.held_teacher
+
+    @property
+    def held_teacher(self) -> str:
+        return "" if self.teacher is None or self.served_teacher else self.teacher.model
+
+    @property
+    def served_teacher(self) -> str:
+        return self.teacher.model if self.teacher is not None and self.teacher.model in self.models else ""
 
     @field_validator("sampling")
     @classmethod
@@ -265,6 +280,11 @@ class RlJob(_TrainingJob, _RewardedJob):
             raise ValueError(
                 "trainer.router_replay: replays the experts of the job's model, which algorithm.teacher does not have: "
                 "set it to none"
+            )
+        if self.models and self.held_teacher and re.fullmatch(_MODEL_NAME, self.held_teacher):
+            raise ValueError(
+                f"{TEACHER}: {self.held_teacher!r} is not among models, and it has {', '.join(self.models)}: name one "
+                f"of these, or write ./{self.held_teacher} for a folder whose model the trainer is to hold"
             )
         if self.eval is not None and self.reward is None and self.conversation is None:
             raise ValueError("eval: it needs a reward, which otherwise is only logged: give reward, or remove eval")

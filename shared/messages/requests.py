@@ -56,7 +56,16 @@ MAX_TOP_LOGPROBS = 20
 MAX_IMAGE_BYTES = 4 << 20
 """An image is one chunk of the weight store."""
 SamplingOption = Literal[
-    "top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar", "stop", "batch_invariant", "images"
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "logit_bias",
+    "top_logprobs",
+    "grammar",
+    "stop",
+    "batch_invariant",
+    "images",
+    "forced",
 ]
 """A field of `Sampling` that not every engine supports."""
 RESUMES_GRAMMAR = "resumes_grammar"
@@ -102,6 +111,9 @@ class Sampling(Message):
     """True if no bit of a log-probability may depend on other requests of the engine, or on an earlier attempt."""
     images: Annotated[tuple[Image, ...], Strict(False)] = ()
     """(Digest, bytes) of each image of the prompt, a chunk of the weight store: see `shared.data.vision`."""
+    forced: Column32 = b""
+    """int32 column: the whole completion, `max_tokens` long, whose tokens are not drawn but only scored: each gets its
+    log-probability. Empty: tokens are drawn."""
 
     @property
     def options(self) -> frozenset[SamplingOption]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,6 +20,7 @@ from rlboost.services.rollout_worker.adapters.torch.lora import Adapters  # noqa
 from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402
 from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
 from rlboost.services.rollout_worker.fakes import FakeAdapter  # noqa: E402
+from rlboost.services.rollout_worker.ports import EngineClosed  # noqa: E402
 from rlboost.shared.errors import UnsuitableWeights  # noqa: E402
 from rlboost.shared.weights.cached_version import AdaptedVersion, CachedVersion  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
@@ -216,6 +218,27 @@ async def test_adapter_is_verified_in_a_thread_of_its_own(start: Start, monkeypa
     monkeypatch.setattr(AdaptedVersion, "factors_differing", recorded)
     await shared.load("a", 2, seed=9)
     assert threads == ["adapter-verify"]
+
+
+async def test_adapter_is_unloaded_by_the_close_of_an_engine_that_another_call_occupies(start: Start) -> None:
+    """As when a worker changes the model while it checks the weights of another job."""
+    shared = await start()
+    entered, may_end = threading.Event(), threading.Event()
+
+    def occupy() -> None:
+        entered.set()
+        assert may_end.wait(60)
+
+    occupied = shared.engine._thread.call(occupy)
+    await eventually(entered.is_set)
+    unloading = asyncio.create_task(shared.engine.unload_adapter("a"))
+    closing = asyncio.create_task(shared.engine.close())
+    await eventually(lambda: shared.engine._thread._closing)
+    may_end.set()
+    await closing
+    assert occupied.done()
+    with pytest.raises(EngineClosed):
+        await unloading
 
 
 async def test_requests_that_have_ended_are_not_remembered_as_stale(start: Start) -> None:

@@ -19,7 +19,14 @@ import structlog
 from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
-from rlboost.services.rollout_worker.ports import AdapterEngine, Changes, EngineFailed, Sequences, StagedWeights
+from rlboost.services.rollout_worker.ports import (
+    AdapterEngine,
+    Changes,
+    EngineClosed,
+    EngineFailed,
+    Sequences,
+    StagedWeights,
+)
 from rlboost.shared.errors import Fatal, RLBoostError
 from rlboost.shared.process.system import run_in_thread
 
@@ -77,11 +84,11 @@ class EngineThread:
             self.lock.notify()
 
     def check_alive(self, *, allow_closed: bool = False) -> None:
-        """Raise `EngineFailed` if the engine died, `Fatal` if it was closed. Called under `lock`."""
+        """Raise `EngineFailed` if the engine died, `EngineClosed` if it was closed. Called under `lock`."""
         if self._ended.done() and (error := self._ended.exception()) is not None:
             raise EngineFailed(str(error)) from error.__cause__
         if self._closing and not allow_closed:
-            raise Fatal("the inference engine is closed")
+            raise EngineClosed("the inference engine is closed")
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` between two rounds; cancelling the future before it starts withdraws it."""
@@ -124,7 +131,7 @@ class EngineThread:
                 self._ended.set_exception(failure)
         for _, done in uncalled:
             if done.set_running_or_notify_cancel():
-                done.set_exception(failure or Fatal("the inference engine is closed"))
+                done.set_exception(failure or EngineClosed("the inference engine is closed"))
 
     def _between_rounds(self) -> bool:
         """Run queued calls and wait until there is a round to run; return False at the end."""

@@ -408,6 +408,7 @@ class StreamedRequests:
                 error=error,
                 routed_experts=routed_experts,
                 top_logprobs=bytes(live.top_logprobs),
+                is_forced=bool(live.request.sampling.forced),
             )
             self._emissions.append(emission)
             live.logprobs, live.top_logprobs = [], bytearray()

@@ -170,7 +170,8 @@ class DecodeMeter:
         tokens: Counter[int] = Counter()
         version = self._version
         for emission in emissions:
-            tokens[emission.sample] += len(emission.tokens)
+            if not emission.is_forced:
+                tokens[emission.sample] += len(emission.tokens)
             version = max(version, emission.version)
         total = tokens.total()
         if total and running and self._since is not None and version == self._version:

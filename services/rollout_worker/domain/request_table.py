@@ -27,7 +27,7 @@ from rlboost.services.rollout_worker.domain.requests import (
     validation_error,
 )
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP, SamplingOption
-from rlboost.shared.wire import RoutedShape
+from rlboost.shared.wire import I32, RoutedShape, unpack
 
 Ints = npt.NDArray[np.int64]
 
@@ -50,10 +50,12 @@ _SLOT_DTYPE = np.dtype(
 )
 NO_TOKEN = -1
 """Stands for no token."""
+FORCED_TOKENS = 256
+"""Maximum given tokens that are scored in one pass, which has logits and probabilities of each: bounds its memory."""
 
 
 _MISMATCH = "its tokens so far do not match its grammar"
-_RESTRICTING: frozenset[SamplingOption] = frozenset({"min_tokens", "logit_bias", "grammar"})
+_RESTRICTING: frozenset[SamplingOption] = frozenset({"min_tokens", "logit_bias", "grammar", "forced"})
 
 
 class Matcher(Protocol):
@@ -173,7 +175,7 @@ class RequestTable:
 
     @property
     def restricted(self) -> npt.NDArray[np.bool_]:
-        """Whether each slot's request has a grammar, a logit bias or a minimum of tokens."""
+        """Whether each slot's request has a grammar, a logit bias, a minimum of tokens, or gives its tokens."""
         return self._slot_state["restricted"][: self.n]
 
     @property
@@ -225,6 +227,18 @@ class RequestTable:
     def completion(self, slot: int) -> npt.NDArray[np.int32]:
         """Return the tokens of a slot's completion."""
         return self.tokens(slot)[self._slot_state["prompt"][slot] :]
+
+    def forced_drafts(self) -> list[list[int]] | None:
+        """Return the given tokens that may follow each slot's next one in a pass; None to decode one token of each."""
+        slots = [slot for slot, request in enumerate(self.requests) if request.sampling.forced]
+        if not slots or self.is_batch_invariant:
+            return None
+        each, room, offsets = max(1, FORCED_TOKENS // len(slots)), self.room, self.offsets
+        drafts: list[list[int]] = [[] for _ in range(self.n)]
+        for slot in slots:
+            given, start = unpack(self.requests[slot].sampling.forced, I32), int(offsets[slot])
+            drafts[slot] = given[start : start + min(each, int(room[slot]))].tolist()
+        return drafts
 
     @property
     def room(self) -> Ints:
@@ -548,6 +562,7 @@ class RequestTable:
             error=error,
             routed_experts=self._routed_experts(slot) if finish in {FINISH_STOP, FINISH_LENGTH} else b"",
             top_logprobs=bytes(top),
+            is_forced=bool(request.sampling.forced),
         )
         self._emissions.append(emission)
         if top:

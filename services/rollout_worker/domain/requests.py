@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rlboost.shared.errors import Conflict
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Sampling
-from rlboost.shared.wire import RoutedShape
+from rlboost.shared.wire import RoutedShape, ints
 
 # --- One uniform random number per (seed, offset), so that the randomness of a sample needs no state ------------------
 # A worker that resumes a sample at offset o needs only the seed. The generator is SplitMix64 (Steele, Lea, Flood: "Fast
@@ -127,6 +127,8 @@ class Emission:
     """At the end of a request that asks for it: the column of `shared.wire` of the whole completion."""
     top_logprobs: bytes = b""
     """Of each token, if the request asks for them: see `TokenFrame`."""
+    is_forced: bool = False
+    """True if the tokens were given: they took less than decode steps."""
 
     def top_of(self, start: int, end: int) -> bytes:
         """Return the `top_logprobs` of some of the tokens."""
@@ -173,7 +175,7 @@ def validation_error(
         return f"a token id is outside the model's 0..{vocabulary - 1}"
     if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
         return f"temperature {sampling.temperature} or top_p {sampling.top_p} is outside [0, inf) or (0, 1]"
-    if error := _option_error(sampling, vocabulary, options):
+    if error := _option_error(sampling, vocabulary, options) or _forced_error(request, max_len, vocabulary):
         return error
     return _routing_error(sampling.routed_experts, shape) if sampling.routed_experts else ""
 
@@ -182,6 +184,7 @@ _NEEDS = {
     "stop": "stop strings need a tokenizer.json in the model's folder, where the manager reads it",
     "batch_invariant": "trainer.deterministic needs torch workers on CPUs and a dense model",
     "images": "prompts with images need torch workers",
+    "forced": "a teacher on workers needs torch, or vllm without speculative decoding and kv_sharing_fast_prefill",
 }
 
 
@@ -195,6 +198,20 @@ def _option_error(sampling: Sampling, vocabulary: int, options: Collection[str])
         return f"top_logprobs {sampling.top_logprobs} are more than the model's {vocabulary} tokens"
     if any(token >= vocabulary for token, _ in sampling.logit_bias):
         return f"a token id of logit_bias is outside the model's 0..{vocabulary - 1}"
+    return ""
+
+
+def _forced_error(request: Request, max_len: int, vocabulary: int) -> str:
+    if not (given := ints(request.sampling.forced)):
+        return ""
+    if not request.prompt:
+        return "a completion without a prompt cannot be scored"
+    if len(given) != request.sampling.max_tokens or request.tokens != list(given[: len(request.tokens)]):
+        return "the completion to score is not max_tokens long, or differs from its tokens so far"
+    if (n_tokens := len(request.prompt) + len(given)) > max_len:
+        return f"prompt and completion have {n_tokens} tokens; the maximum length is {max_len}"
+    if not (min(given) >= 0 and max(given) < vocabulary):
+        return f"a token id to score is outside the model's 0..{vocabulary - 1}"
     return ""
 
 

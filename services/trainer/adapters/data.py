@@ -34,12 +34,13 @@ from rlboost.shared.data.examples import (
 )
 from rlboost.shared.data.rows import Row, format_source, read_rows
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.data import DpoDataSpec, OfflineDataSpec, RewardDataSpec, Rows, SftDataSpec
 from rlboost.shared.job.fleet import HeldOutSet
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.folder import merge_eos_ids, require_tokenizer
 from rlboost.shared.user_code import RAW_ARGUMENTS, TRL_ARGUMENTS
-from rlboost.shared.wire import I32, pack
+from rlboost.shared.wire import I32, length, pack
 
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
@@ -143,6 +144,24 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None, image
         decode=_decoder(tokenizer),
         chat_formatter=TokenizerChatFormatter(tokens) if spec.environment is not None else None,
     )
+
+
+def check_teacher(spec: JobSpec, data: Data, teacher: Path) -> None:
+    """Check that a teacher has as many positions as the job's samples may have tokens, but for sessions of agents.
+
+    Raises:
+        ConfigError: it has fewer.
+
+    """
+    config = AutoConfig.from_pretrained(teacher).get_text_config()
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    longest = max((length(prompt.tokens) for prompt in data.train), default=0)
+    if spec.agent is None and positions and longest + spec.sampling.max_tokens > positions:
+        raise ConfigError(
+            f"{TEACHER}: {teacher} has {positions} positions, fewer than the {longest} tokens of the longest prompt "
+            f"and sampling.max_tokens {spec.sampling.max_tokens}: lower these, set data.max_prompt_tokens, or use a "
+            "teacher with more"
+        )
 
 
 def _decoder(tokenizer: Any) -> Decode:

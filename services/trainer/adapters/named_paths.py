@@ -50,8 +50,8 @@ def check_named_paths(spec: JobSpec, runs: Path, folders: Sequence[str]) -> None
 def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
     """Yield the field and the name of each local path."""
     models = [("model", spec.model)]
-    if spec.teacher is not None:
-        models.append((TEACHER, spec.teacher.model))
+    if spec.held_teacher:
+        models.append((TEACHER, spec.held_teacher))
     models += [(REWARD_MODEL, part.model) for part in spec.reward_parts if part.model]
     if not isinstance(spec, OfflineJob):
         models += [(f"models.{name}.model", other.model) for name, other in spec.models.items()]

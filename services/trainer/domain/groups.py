@@ -57,6 +57,8 @@ class ScoredGroup:
     """The cost of each sample; empty if none has any."""
     cost_coef: float = 0.0
     """`algorithm.cost_coef`."""
+    taught: Mapping[tuple[bytes, bytes], bytes] = field(default_factory=dict)
+    """(Prompt, completion) of each row -> float32 column: log-probabilities of a teacher that workers serve."""
 
     @property
     def shaped_rewards(self) -> list[float]:
@@ -201,6 +203,7 @@ class StepCollector:
         self._sizes = dict(sizes)
         self._arrived: dict[int, dict[int, SampleFinished]] = {group: {} for group in sizes}
         self._seen: set[int] = set()
+        self._newly_arrived: list[SampleFinished] = []
         self._n_evaluation_samples = sum(n for group, n in sizes.items() if SampleId.unpack(group).is_eval)
         """Number of the step's samples that belong to its evaluation."""
         self._n_evaluation_arrived = 0
@@ -253,6 +256,11 @@ class StepCollector:
         """Return the conversations whose last turn has no answer yet, each turn once."""
         unanswered, self._unanswered = list(self._unanswered.values()), {}
         return unanswered
+
+    def take_arrived(self) -> list[tuple[SampleFinished, Conversation | None]]:
+        """Return the whole samples, with their conversations if there are any, since the last call."""
+        arrived, self._newly_arrived = self._newly_arrived, []
+        return [(one, self._conversations.get(one.sample)) for one in arrived]
 
     def apply(self, message: Message, at: float = 0.0) -> GroupOutcome | None:
         """Apply one message, written at `at` in Unix seconds; return the group that it completes or drops, if any.
@@ -390,6 +398,7 @@ class StepCollector:
         if group not in self._open:
             return None
         self._arrived[group][sample.sample] = sample
+        self._newly_arrived.append(sample)
         return self._completed(group)
 
     def _completed(self, group: int) -> GroupOutcome | None:

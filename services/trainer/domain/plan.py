@@ -15,6 +15,7 @@ from rlboost.services.trainer.domain.conversations import StepTurnIds, TurnIds
 from rlboost.services.trainer.domain.rewards import all_equal
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId, within_job
+from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.fleet import HeldOutSet
 from rlboost.shared.job.reward import REPLACEMENTS, SPARE_TURNS
 from rlboost.shared.job.spec import GeneratingJob, RlJob
@@ -80,12 +81,13 @@ def check(spec: GeneratingJob, n_eval: Sequence[int]) -> None:
             f"algorithm.resample: {spec.data.prompts_per_step} prompts a step, and up to {spec.algorithm.resample} "
             f"more in the place of each, are more than {MAX_GROUPS_PER_STEP}: lower it, or data.prompts_per_step"
         )
-    judges = JudgeIds.of(spec, n_eval)
-    if judges.n_numbers > MAX_GROUPS_PER_STEP:
+    asked = OtherModelIds.of(spec, n_eval)
+    if asked.n_numbers > MAX_GROUPS_PER_STEP:
+        who = " and ".join(["the judges"] * bool(spec.judges) + ["the teacher"] * bool(spec.served_teacher))
         raise ConfigError(
-            f"reward.judge.retries: the judges may be asked {judges.n_numbers} times a step, more than "
-            f"{MAX_GROUPS_PER_STEP}: lower it, or data.prompts_per_step, algorithm.group_size, algorithm.resample or "
-            "eval.samples"
+            f"{'reward.judge.retries' if spec.judges else TEACHER}: {who} may be asked {asked.n_numbers} times a step, "
+            f"more than {MAX_GROUPS_PER_STEP}: lower {'it, or ' if spec.judges else ''}data.prompts_per_step, "
+            "algorithm.group_size, algorithm.resample, agent.max_turns or eval.samples"
         )
     step_ids, section = turn_ids(spec, n_eval), "environment" if spec.agent is None else "agent"
     for ids in step_ids:
@@ -183,8 +185,11 @@ def _with_replacements(ids: TurnIds, spec: GeneratingJob) -> TurnIds:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeIds:
-    """The ids of what the judges of a job are asked: each a group of one sample of the serving job, of that step."""
+class OtherModelIds:
+    """The ids of what judges and teacher of a job are asked: each a group of one sample of the serving job.
+
+    The teacher counts as the last judge, and the rows of a sample as tries.
+    """
 
     n_judges: int
     tries: int
@@ -195,7 +200,7 @@ class JudgeIds:
     """Groups of a step at most."""
 
     @classmethod
-    def of(cls, spec: GeneratingJob, n_eval: Sequence[int]) -> JudgeIds:
+    def of(cls, spec: GeneratingJob, n_eval: Sequence[int]) -> OtherModelIds:
         """Return the ids of a job; `n_eval` is the number of prompts of each held-out set."""
         sizes = [] if spec.eval is None else [n for _, _, n in _evaluated(spec, n_eval)]
         n_groups = len(sizes)
@@ -203,6 +208,9 @@ class JudgeIds:
             sizes.append(spec.algorithm.group_size)
             n_groups = max(n_groups, n_training_groups(spec))
         tries = [part.judge.tries for part in spec.judges if part.judge is not None]
+        if spec.served_teacher:
+            turns = turn_ids(spec, n_eval).training
+            tries.append(1 if spec.agent is None or turns is None else turns.max_turns)  # at most one row for each
         return cls(len(tries), max(tries, default=0), max(sizes), n_groups)
 
     @property
@@ -211,7 +219,7 @@ class JudgeIds:
         return self.n_groups * self.group_size * self.n_judges * self.tries
 
     def group(self, job_no: int, planned: PlannedGroup, judge: int, member: int, attempt: int) -> int:
-        """Return the packed id of a question.
+        """Return the packed id of a question, or of a row for the teacher.
 
         Args:
             job_no: number of the serving job.

@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from operator import attrgetter
@@ -33,6 +33,7 @@ from typing import Any
 
 import structlog
 
+from rlboost.services.trainer.domain.conversations import Row
 from rlboost.services.trainer.domain.groups import DroppedGroup, GroupOutcome, OpenSteps, ScoredGroup, StepCollector
 from rlboost.services.trainer.domain.metrics import RolloutTally
 from rlboost.services.trainer.domain.plan import PlannedGroup, plan_step, turn_ids
@@ -41,12 +42,12 @@ from rlboost.services.trainer.domain.sessions import SessionCollector
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.services.trainer.step.durable import DurableCurriculum, DurableResampling, StepReplacements
-from rlboost.services.trainer.step.judging import MAX_JUDGING_S, Judges
+from rlboost.services.trainer.step.judging import MAX_JUDGING_S, OtherModels
 from rlboost.services.trainer.step.scoring import add_conversation_rewards, reward_batch, sample_summaries
 from rlboost.services.trainer.step.sessions import StepSessions
 from rlboost.services.trainer.step.turns import StepTurns
 from rlboost.shared.errors import Fatal, Unprocessable, WaitTimedOut
-from rlboost.shared.ids import SampleId
+from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import GroupRequested
 from rlboost.shared.progress import CountProgress
 from rlboost.shared.streams import names
@@ -119,9 +120,13 @@ class StepIntake:
         """Set whenever a group was decided."""
         self._evaluation: list[asyncio.Task[ScoredGroup | None]] = []
         """The scoring of evaluation groups."""
-        self._judges = all_steps.judges
+        self._judges, self._teacher = all_steps.judges, all_steps.teacher
         self.judging: set[asyncio.Task[ScoredGroup | None]] = set()
-        """The scoring that runs, if judges take part, whose requests reserved workers may have to generate."""
+        """The scoring that runs, if other models take part, whose requests reserved workers may have to generate."""
+
+    @property
+    def _asks_models(self) -> bool:
+        return self._judges is not None or self._teacher is not None
 
     # --- request ---
 
@@ -158,10 +163,24 @@ class StepIntake:
 
     # --- score and replace ---
 
+    def ask_teacher(self) -> None:
+        """Have the samples of training groups that are new scored by a teacher that workers serve."""
+        if self._teacher is None:
+            return
+        for sample, conversation in self.groups.take_arrived():
+            planned = self._planned[group_of(sample.sample)]
+            prompt = self.turns.prompt_of(planned.id)
+            whole = Row(prompt, sample.tokens, b"", sample.logprobs)
+            if not planned.is_eval:
+                rows = [whole] if conversation is None else conversation.rows(prompt)
+                self._teacher.ask(self.step, planned, sample, rows, self._scoring)
+
     def take(self, outcome: GroupOutcome) -> None:
         """Start a task that scores a complete group, or reports a dropped one."""
         planned = self._planned[outcome.group]
         self.turns.release(outcome.group)
+        if self._teacher is not None and isinstance(outcome, DroppedGroup):
+            self._teacher.release(outcome.group)
         name = f"score-{outcome.group}"
         if planned.is_eval:
             self._evaluation.append(self._task(self._score(outcome, planned), name))
@@ -176,7 +195,7 @@ class StepIntake:
 
     def _task(self, scoring: Coroutine[Any, Any, ScoredGroup | None], name: str) -> asyncio.Task[ScoredGroup | None]:
         task = self._scoring.create_task(scoring, name=name)
-        if self._judges is not None:
+        if self._asks_models:
             self.judging.add(task)
             task.add_done_callback(self.judging.discard)
         return task
@@ -201,6 +220,11 @@ class StepIntake:
             summaries = await asyncio.to_thread(sample_summaries, *shown)
             held_out = {"set": planned.held_out.name} if planned.held_out is not None and planned.held_out.name else {}
             await job.publish_samples([summary | held_out for summary in summaries])
+        taught: Mapping[tuple[bytes, bytes], bytes] = {}
+        if self._teacher is not None and not planned.is_eval:
+            taught, problem = await self._teacher.columns(outcome)
+            if problem:
+                scores = replace(scores, rewards=None, reason="teacher", detail=problem)
         if scores.rewards is None:
             await self._drop(outcome.group, scores.reason, scores.detail)
             return None
@@ -219,6 +243,7 @@ class StepIntake:
             [image.digest for image in job.prompt(planned).images],
             scores.costs or ((0.0,) * len(scores.rewards) if spec.algorithm.cost_coef else ()),
             spec.algorithm.cost_coef,
+            taught,
         )
 
     async def _drop(self, group: int, reason: str, detail: str) -> None:
@@ -314,7 +339,7 @@ class StepIntake:
         reward = self._job.spec.reward
         # Each call has its own limit; in addition, the processes may be busy with groups of later steps.
         limit_s = self._job.limit_s + (reward.timeout_s if reward is not None else 0.0) * n_groups
-        if self._judges is not None:  # which have a limit of their own, between two answers
+        if self._asks_models:  # which have a limit of their own, between two answers
             limit_s = MAX_JUDGING_S
         try:
             waits = self._job.waits
@@ -413,7 +438,7 @@ class Intake:
         scoring: asyncio.TaskGroup,
         curriculum: DurableCurriculum | None,
         resampling: DurableResampling | None,
-        judges: Judges | None = None,
+        models: OtherModels | None = None,
     ) -> None:
         """Request no step yet.
 
@@ -423,11 +448,13 @@ class Intake:
             scoring: owns the scoring tasks: groups of a later step are scored while an earlier step trains.
             curriculum: chooses the prompts of each step; None: the epoch order does.
             resampling: records which groups were replaced by groups of other prompts; None if none can be.
-            judges: ask the judges of the reward; None if it has none.
+            models: ask judges and teacher; None if there is none.
 
         """
         self.job = job
-        self.judges = judges
+        self._questions = None if models is None else models.questions
+        self.judges = None if models is None else models.judges
+        self.teacher = None if models is None else models.teacher
         self.scoring = scoring
         self.curriculum = curriculum
         self.resampling = resampling
@@ -512,14 +539,16 @@ class Intake:
         await self._answer_turns()
 
     def _take(self) -> None:
-        if self.judges is not None:
-            self.judges.on_progress()
+        if self._questions is not None:
+            self._questions.on_progress()
         before, entry = self._finished.cursor, self._finished.take()
         try:
             decided = self._open.apply(before, entry)
         except Unprocessable as error:
             log.warning("finished_entry_skipped", stream=entry.stream, entry=entry.id, reason=str(error))
             decided = None
+        for intake in self._intakes.values():
+            intake.ask_teacher()
         if decided is not None:
             step, outcome = decided
             self._intakes[step].take(outcome)

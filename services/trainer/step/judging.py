@@ -1,13 +1,14 @@
-"""Asks the judges of a job about its completions, and reads their verdicts.
+"""Asks judges and the teacher of a job about its completions, and reads their verdicts and log-probabilities.
 
-A judge is a model that workers serve as a job of its own (`models` of the job file). A question about a completion
-is a sample of that job, whose id follows from the step, the group, the completion and the try. A trainer that resumes
-after a kill asks the same again, and reads from `rollouts.finished` of the serving job what was answered before.
+Each is a model that workers serve as a job of its own (`models` of the job file). A question about a completion is a
+sample of that job, whose id follows from the step, the group, the completion and the try. A trainer that resumes after
+a kill asks the same again, and reads from `rollouts.finished` of the serving job what was answered before.
 
-Consumes: complete groups (`verdicts`); the `rollouts.finished` of the serving jobs (`read`).
+Consumes: complete groups (`Judges.verdicts`), whole samples (`Teacher.ask`); the `rollouts.finished` of the serving
+jobs (`Questions.read`).
 Produces: a `GroupRequested` per question in `rollouts.requested` of the serving job.
-Waits for: answers, in `read`, up to `Job.limit_s` after the last entry of the job or of its judges.
-Ends when: the job does; a completion has a verdict, or its tries are over.
+Waits for: answers, in `Questions.read`, up to `Job.limit_s` after the last entry of the job or of its other models.
+Ends when: the job does; a completion has a verdict or its log-probabilities, its tries are over, or it was dropped.
 """
 
 from __future__ import annotations
@@ -15,27 +16,31 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
 
-from rlboost.services.trainer.domain.plan import JudgeIds, PlannedGroup
+from rlboost.services.trainer.domain.conversations import Row
+from rlboost.services.trainer.domain.groups import WholeGroup
+from rlboost.services.trainer.domain.plan import OtherModelIds, PlannedGroup
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.samples import RewardBatch, Verdict
 from rlboost.services.trainer.ports.storage import ChatTokenizer, OtherModel
 from rlboost.shared.errors import ConfigError, Fatal, WaitTimedOut
-from rlboost.shared.ids import JOB_SHIFT, step_of
+from rlboost.shared.ids import JOB_SHIFT, SampleId, group_of, step_of
 from rlboost.shared.job.reward import JudgeSpec, question
 from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, Sampling
 from rlboost.shared.messages.codec import Span
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Append, Bus, Entry, Op, Trim
+from rlboost.shared.wire import length
 
 log = structlog.get_logger(__name__)
 
 MAX_JUDGING_S = 30 * 24 * 3600.0
-"""Limit on the wait for a group's score where judges take part: `Judges.read` limits the time between two answers."""
+"""Limit on the wait for a group's score where other models take part: `Questions.read` limits the time between two
+answers."""
 _MAX_ENTRIES = 512
 _BLOCK_S = 1.0
 _Answer = SampleFinished | SampleDropped
@@ -56,46 +61,66 @@ class _Judge:
     """Of the serving job."""
 
 
-class Judges:
-    """The judges of one job."""
+class OtherModels:
+    """The models of a job that score its completions."""
 
-    def __init__(self, job: Job, judges: Sequence[_Judge], ids: JudgeIds) -> None:
+    def __init__(self, questions: Questions, judges: Judges | None, teacher: Teacher | None) -> None:
         """Ask nothing yet; `load` finds the arguments."""
+        self.questions = questions
+        self.judges = judges
+        self.teacher = teacher
+
+    @classmethod
+    async def load(cls, job: Job) -> OtherModels | None:
+        """Return them, whose serving jobs the manager has created with the job; None if no model scores.
+
+        Raises:
+            Fatal: one of these jobs is unknown.
+
+        """
+        spec, serving = job.generating_spec, dict[str, int]()
+        asked = [part.judge.model for part in spec.judges if part.judge is not None] + [spec.served_teacher]
+        if not any(asked):
+            return None
+        for name in dict.fromkeys(filter(None, asked)):
+            job_id = job.resources.models[name].job_id
+            record = await job.bus.retry(lambda bus: bus.hash_get(names.JOBS, job_id))  # noqa: B023 - awaited at once
+            if record is None:
+                what = "teacher" if name == spec.served_teacher else "judge"
+                raise Fatal(f"there is no job {job_id}, which serves the {what}: create the job again")
+            serving[job_id] = int(json.loads(record)["no"])
+        questions, ids = Questions(job, serving), OtherModelIds.of(spec, job.resources.data.n_evaluation)
+        judges = Judges(job, questions, ids) if spec.judges else None
+        return cls(questions, judges, Teacher(job, questions, ids) if spec.served_teacher else None)
+
+
+class Questions:
+    """What the models of a job are asked, and what they answer."""
+
+    def __init__(self, job: Job, serving: Mapping[str, int]) -> None:
+        """Ask nothing yet.
+
+        Args:
+            job: the job.
+            serving: id of each job that serves one of the models -> its number.
+
+        """
         self._job = job
-        self._judges = judges
-        self._ids = ids
-        self._cursors = {names.rollouts_finished(judge.model.job_id): START for judge in judges}
+        self.serving = serving
+        self._cursors = {names.rollouts_finished(job_id): START for job_id in serving}
         self._read: dict[str, deque[tuple[str, int]]] = {stream: deque() for stream in self._cursors}
         """Stream -> (entry, its step) of what was read and is not trimmed."""
         self._answers: dict[int, _Answer] = {}
         """Question -> its answer, read before it was asked in this process."""
         self._asked: dict[int, asyncio.Future[_Answer]] = {}
         self._is_asked = asyncio.Event()
-        self._tokenizing = asyncio.Lock()
         self._has_progressed = False
-
-    @classmethod
-    async def load(cls, job: Job) -> Judges:
-        """Return the judges of a job, whose serving jobs the manager has created with it.
-
-        Raises:
-            Fatal: one of these is unknown.
-
-        """
-        spec, found = job.generating_spec, []
-        for number, part in enumerate(spec.judges):
-            assert part.judge is not None
-            model = job.resources.models[part.judge.model]
-            assert model.chat is not None, "built without the judge's tokenizer"
-            serving = model.job_id
-            record = await job.bus.retry(lambda bus: bus.hash_get(names.JOBS, serving))  # noqa: B023 - awaited at once
-            if record is None:
-                raise Fatal(f"there is no job {serving}, which serves the judge: create the job again")
-            found.append(_Judge(part.name, number, part.judge, model, model.chat, int(json.loads(record)["no"])))
-        return cls(job, found, JudgeIds.of(spec, job.resources.data.n_evaluation))
+        spec = job.generating_spec
+        self._what = " and ".join(["verdicts"] * bool(spec.judges) + ["log-probabilities"] * bool(spec.served_teacher))
+        self._because = f"completions wait to be {'judged' if spec.judges else 'scored'}"
 
     def on_progress(self) -> None:
-        """Note that the job got a sample: a worker that generates these may be the judge's next."""
+        """Note that the job got a sample: a worker that generates these may serve another model next."""
         self._has_progressed = True
 
     def trims(self, step: int) -> list[Op]:
@@ -111,6 +136,89 @@ class Judges:
         return ops
 
     # --- ask ---
+
+    async def answer(self, request: GroupRequested) -> _Answer:
+        """Return the answer to a question, which may have been asked by an earlier process."""
+        if (known := self._answers.pop(request.group, None)) is not None:
+            return known
+        future: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        self._asked[request.group] = future
+        try:
+            await self._job.bus.transact([Append(names.rollouts_requested(request.job_id), request)])
+            self._is_asked.set()
+            return await future
+        finally:
+            del self._asked[request.group]
+
+    # --- read ---
+
+    async def read(self) -> None:
+        """Read answers until cancelled.
+
+        Raises:
+            Fatal: questions are asked, and for `Job.limit_s` neither the job nor a model got an entry.
+
+        """
+        while True:
+            if not self._asked:
+                self._is_asked.clear()
+                await self._is_asked.wait()
+            models, waits, limit_s = sorted(self.serving), self._job.waits, self._job.limit_s
+            subject, because = f"{self._what} of {', '.join(models)}", self._because
+            try:
+                async with waits.on(subject, because=because, limit_s=limit_s, progress=self._progress, kind="rewards"):
+                    await self._next()
+            except WaitTimedOut as error:
+                if not self._job.unpaused.is_set():
+                    continue
+                advice = f"'rlboost worker list' and 'rlboost status {models[0]}' show whether a worker can serve it"
+                raise Fatal(f"{error}, {self._progress()}: {advice}") from error
+
+    def _progress(self) -> str:
+        return f"{len(self._asked):,} asked and not answered"
+
+    async def _next(self) -> None:
+        """Read until there are entries of a model, or the job has got one."""
+        self._has_progressed = False
+        while not self._has_progressed:
+            entries = await self._job.bus.retry(self._entries)
+            for entry in entries:
+                self._take(entry)
+            if entries:
+                return
+
+    async def _entries(self, bus: Bus) -> list[Entry]:
+        return await bus.read(self._cursors, count=_MAX_ENTRIES, block_s=_BLOCK_S)
+
+    def _take(self, entry: Entry) -> None:
+        self._cursors[entry.stream] = entry.id
+        if not isinstance(entry.message, SampleFinished | SampleDropped):
+            log.warning("finished_entry_skipped", stream=entry.stream, entry=entry.id, reason="no answer of a model")
+            return
+        self._read[entry.stream].append((entry.id, step_of(entry.message.sample)))
+        future = self._asked.get(entry.message.sample)
+        if future is None:
+            self._answers[entry.message.sample] = entry.message
+        elif not future.done():
+            future.set_result(entry.message)
+
+
+class Judges:
+    """The judges of one job."""
+
+    def __init__(self, job: Job, questions: Questions, ids: OtherModelIds) -> None:
+        """Ask nothing yet."""
+        self._job = job
+        self._questions = questions
+        self._ids = ids
+        self._tokenizing = asyncio.Lock()
+        self._judges = []
+        for number, part in enumerate(job.generating_spec.judges):
+            assert part.judge is not None
+            model = job.resources.models[part.judge.model]
+            assert model.chat is not None, "built without the judge's tokenizer"
+            job_no = questions.serving[model.job_id]
+            self._judges.append(_Judge(part.name, number, part.judge, model, model.chat, job_no))
 
     async def verdicts(self, step: int, planned: PlannedGroup, batch: RewardBatch) -> dict[str, tuple[Verdict, ...]]:
         """Return what each judge says of a complete group: part of the reward -> a verdict per completion."""
@@ -155,7 +263,7 @@ class Judges:
                 seed=(planned.seed - (judge.job_no << JOB_SHIFT)) & 0x7FFF_FFFF_FFFF_FFFF,
                 vocab_size=judge.chat.vocab_size,
             )
-            end = await self._answer(request)
+            end = await self._questions.answer(request)
             if isinstance(end, SampleDropped):
                 return Verdict(serving, None, answer, (), attempt + 1, f"its question was dropped: {end.reason}")
             answer, spans = judge.chat.decode(end.tokens), end.spans
@@ -164,68 +272,71 @@ class Judges:
         problem = "its answer has no verdict that judge.parse finds"
         return Verdict(serving, None, answer, spans, spec.tries, problem)
 
-    async def _answer(self, request: GroupRequested) -> _Answer:
-        """Return the answer to a question, which may have been asked by an earlier process."""
-        if (known := self._answers.pop(request.group, None)) is not None:
-            return known
-        future: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
-        self._asked[request.group] = future
-        try:
-            await self._job.bus.transact([Append(names.rollouts_requested(request.job_id), request)])
-            self._is_asked.set()
-            return await future
-        finally:
-            del self._asked[request.group]
 
-    # --- read ---
+class Teacher:
+    """The teacher of one job: its log-probabilities of what the job's model generates."""
 
-    async def read(self) -> None:
-        """Read answers until cancelled.
+    def __init__(self, job: Job, questions: Questions, ids: OtherModelIds) -> None:
+        """Ask nothing yet."""
+        self._job = job
+        self._questions = questions
+        self._ids = ids
+        self._serving = job.resources.models[job.generating_spec.served_teacher].job_id
+        self._asked: dict[int, list[asyncio.Task[tuple[Row, _Answer]]]] = {}
+        """Sample -> its rows that are being scored."""
 
-        Raises:
-            Fatal: questions are asked, and for `Job.limit_s` neither the job nor a judge got an entry.
+    def ask(
+        self, step: int, planned: PlannedGroup, sample: SampleFinished, rows: Sequence[Row], tasks: asyncio.TaskGroup
+    ) -> None:
+        """Have the rows of a sample of a training group scored, in `tasks`."""
+        member = SampleId.unpack(sample.sample).member
+        scored = [row for row in rows if row.completion]
+        asked = [self._request(step, planned, member, number, row) for number, row in enumerate(scored)]
+        self._asked[sample.sample] = [
+            tasks.create_task(self._answer(request, row), name=f"teach-{request.group}")
+            for request, row in zip(asked, scored, strict=True)
+        ]
 
-        """
-        while True:
-            if not self._asked:
-                self._is_asked.clear()
-                await self._is_asked.wait()
-            judges = sorted({judge.model.job_id for judge in self._judges})
-            subject, waits, limit_s = f"verdicts of {', '.join(judges)}", self._job.waits, self._job.limit_s
-            because = "completions wait to be judged"
-            try:
-                async with waits.on(subject, because=because, limit_s=limit_s, progress=self._progress, kind="rewards"):
-                    await self._next()
-            except WaitTimedOut as error:
-                if not self._job.unpaused.is_set():
-                    continue
-                advice = f"'rlboost worker list' and 'rlboost status {judges[0]}' show whether a worker can serve it"
-                raise Fatal(f"{error}, {self._progress()}: {advice}") from error
+    async def columns(self, group: WholeGroup) -> tuple[dict[tuple[bytes, bytes], bytes], str]:
+        """Return the `ScoredGroup.taught` of a group whose samples were asked about, or why there is none."""
+        found, problem = dict[tuple[bytes, bytes], bytes](), ""
+        for sample in group.samples:
+            for task in self._asked.pop(sample.sample):
+                row, answer = await task
+                if isinstance(answer, SampleDropped):
+                    problem = f"{self._serving} cannot score a completion: {answer.reason}"
+                elif answer.tokens != row.completion:
+                    problem = f"a worker of {self._serving} has scored another completion"
+                else:
+                    found[row.prompt, row.completion] = answer.logprobs
+        return found, problem
 
-    def _progress(self) -> str:
-        return f"{len(self._asked):,} asked and not answered"
+    def release(self, group: int) -> None:
+        """Wait no more for what was asked about a group."""
+        for sample in [sample for sample in self._asked if group_of(sample) == group]:
+            for task in self._asked.pop(sample):
+                task.cancel()
 
-    async def _next(self) -> None:
-        """Read until there are entries of a judge, or the job has got one."""
-        self._has_progressed = False
-        while not self._has_progressed:
-            entries = await self._job.bus.retry(self._entries)
-            for entry in entries:
-                self._take(entry)
-            if entries:
-                return
+    async def _answer(self, request: GroupRequested, row: Row) -> tuple[Row, _Answer]:
+        return row, await self._questions.answer(request)
 
-    async def _entries(self, bus: Bus) -> list[Entry]:
-        return await bus.read(self._cursors, count=_MAX_ENTRIES, block_s=_BLOCK_S)
-
-    def _take(self, entry: Entry) -> None:
-        self._cursors[entry.stream] = entry.id
-        if not isinstance(entry.message, SampleFinished | SampleDropped):
-            log.warning("finished_entry_skipped", stream=entry.stream, entry=entry.id, reason="no answer of a judge")
-            return
-        self._read[entry.stream].append((entry.id, step_of(entry.message.sample)))
-        future = self._asked.get(entry.message.sample)
-        if future is None:
-            self._answers[entry.message.sample] = entry.message
-        elif not future.done():
-            future.set_result(entry.message)
+    def _request(self, step: int, planned: PlannedGroup, member: int, number: int, row: Row) -> GroupRequested:
+        spec, job_no = self._job.generating_spec, self._questions.serving[self._serving]
+        return GroupRequested(
+            job_id=self._serving,
+            group=self._ids.group(job_no, planned, self._ids.n_judges - 1, member, number),
+            n=1,
+            prompt=row.prompt,
+            sampling=Sampling(
+                temperature=spec.sampling.temperature,
+                max_tokens=length(row.completion),
+                whole_logprobs=True,
+                forced=row.completion,
+                batch_invariant=spec.trainer.deterministic,
+            ),
+            # Any version may score, and the older step comes first.
+            version=step,
+            max_staleness=step,
+            seed=0,
+            vocab_size=self._job.resources.data.vocab_size,
+        )

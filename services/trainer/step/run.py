@@ -178,6 +178,8 @@ class StepRun:
     def _suspect(self, reasons: Counter[str]) -> str:
         if set(reasons) == {"stale"}:
             return "for workers with old weights, or raise elastic.max_staleness"
+        if set(reasons) == {"teacher"}:
+            return f"the teacher, models.{self._job.spec.served_teacher}, and the workers that serve it"
         section = "environment" if self._job.spec.agent is None else "agent"
         if (conversation := self._job.spec.conversation) and any(section in why for why in reasons):
             return f"{section}.function {conversation.function}" if conversation.function else "the hosts of agents"

@@ -7,7 +7,7 @@ this module calls the engine for their inputs when the trainer has the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -56,6 +56,7 @@ class TrainingRows(ABC):
         # The weights at the start of the step are gone after its first update.
         decoupled = self._algorithm.is_decoupled(job.generating_spec.elastic.max_staleness)
         self._needs_proximal = decoupled and self._algorithm.updates_per_step * self._algorithm.epochs > 1
+        self._is_served = bool(job.spec.served_teacher)
         self._keeps_reference = self._algorithm.needs_reference and self._algorithm.epochs > 1
         """True if each row gets its column of the reference once, for all epochs."""
         self.needs_all_groups = self._needs_proximal or self._algorithm.advantage in NEED_THE_STEP
@@ -160,7 +161,11 @@ class _FromRewards(TrainingRows):
         ]
         if (teacher := self._algorithm.teacher) is None:
             return found
-        columns = iter(await self._columns(_flat(found), self._engine.reference_logprobs))
+        if self._is_served:
+            pairs = zip(found, groups, strict=True)
+            columns = iter([_of_loss(row, group.taught) for rows, group in pairs for row in rows])
+        else:
+            columns = iter(await self._columns(_flat(found), self._engine.reference_logprobs))
         return [[_taught(row, next(columns), teacher.coef) for row in group] for group in found]
 
 
@@ -232,6 +237,12 @@ class _PreferencePairs(TrainingRows):
         weighted, found = preference.weighted(rows, trained, reference, spec)
         sums.add(self._tally.loss_sums, found)
         return weighted
+
+
+def _of_loss(row: SequenceRow, taught: Mapping[tuple[bytes, bytes], bytes]) -> bytes:
+    """Return the teacher's log-probability of each loss token of a row, a float32 column."""
+    column = taught[row.prompt, row.completion]
+    return unpack(column, F32)[np.array(list(row.loss_mask), bool)].tobytes() if row.loss_mask else column
 
 
 def _taught(row: TrainingRow, column: bytes, coef: float) -> TrainingRow:

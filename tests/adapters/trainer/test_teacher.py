@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from rlboost.services.trainer.adapters.data import check_teacher
 from rlboost.services.trainer.adapters.torch.policy import RanksPolicy, TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
 from rlboost.services.trainer.ports.engine import PolicySettings
+from rlboost.services.trainer.ports.samples import Data, Prompt
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.folder import require_teachable
-from rlboost.shared.wire import floats, ints
+from rlboost.shared.wire import I32, floats, ints, pack
 from tests.support import rank_policies
+from tests.support.decoding import decode_as_numbers
 from tests.support.model_folder import write_character_tokenizer
 from tests.support.tiny_models import logprobs
 from tests.support.training_rows import rows, with_loss_mask
@@ -93,6 +98,22 @@ def test_teacher_scores_what_the_student_generated(layout: dict[str, Any], tmp_p
         np.testing.assert_allclose(floats(column), expected[mask], atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["one process", "fsdp2", "tensor and pipeline parallel"])
+def test_scores_of_a_teacher_on_workers_count_like_the_trainers_own(name: str, tmp_path: Path) -> None:
+    write_teacher(tmp_path / "teacher")
+    layout, model, loss = LAYOUTS[name], rank_policies.write(tmp_path / "model", "qwen3"), PolicyLoss()
+    with student(tmp_path, **layout) as policy:
+        policy.load_hf(model)
+        columns = iter(policy.reference_logprobs(BATCHES))
+        held = policy.accumulate(BATCHES, loss)
+    taught = [[replace(row, reference=next(columns)) for row in batch] for batch in BATCHES]
+    with student(tmp_path, **{**layout, "reference": False, "teacher": ""}) as policy:
+        policy.load_hf(model)
+        served = policy.accumulate(taught, loss)
+    assert served == pytest.approx(held, rel=1e-5)
+    assert served["reference_kl"] > 0
+
+
 @pytest.mark.parametrize("layout", [LAYOUTS["one process"], LAYOUTS["fsdp2"]], ids=["one process", "fsdp2"])
 def test_unusable_teacher_is_named(layout: dict[str, Any], tmp_path: Path) -> None:
     teacher = write_teacher(tmp_path / "teacher")
@@ -132,3 +153,15 @@ def test_teacher_has_a_logit_for_each_of_the_students(tmp_path: Path) -> None:
         write_character_tokenizer(folder)
     with pytest.raises(ConfigError, match="has 95 logits, fewer than the 96"):
         require_teachable(model, teacher)
+
+
+def test_teacher_has_the_positions_of_the_longest_sample(tmp_path: Path) -> None:
+    teacher = write_teacher(tmp_path / "teacher")
+    raw: dict[str, Any] = {"model": "m", "data": {"train": "t"}, "steps": 1, "models": {"big": {"model": str(teacher)}}}
+    job = parse({**raw, "algorithm": {"name": "distill", "teacher": {"model": "big"}}, "sampling": {"max_tokens": 150}})
+    prompts = [Prompt(f"p{n}", pack([1] * n, I32), {}) for n in (3, 10)]
+    data = Data(prompts, [], (2,), decode_as_numbers, [], 0)
+    check_teacher(job, data, teacher)
+    prompts.append(Prompt("p11", pack([1] * 11, I32), {}))
+    with pytest.raises(ConfigError, match="160 positions, fewer than the 11 tokens of the longest prompt"):
+        check_teacher(job, data, teacher)

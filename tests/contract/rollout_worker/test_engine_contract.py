@@ -11,12 +11,14 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
+from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.rollout_worker.domain.speculation import Drafter
 from rlboost.services.rollout_worker.fakes import FakeEngine, FakeStagedWeights
 from rlboost.services.rollout_worker.ports import Engine, EngineFailed, StagedWeights
 from rlboost.shared.errors import Conflict, Corrupt, Fatal
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
 from rlboost.shared.weights.cached_version import cached_version
+from rlboost.shared.wire import I32, pack
 from tests.support import vllm_engines
 from tests.support.engines import Collector, FreePasses, request, run
 from tests.support.eventually import eventually
@@ -219,6 +221,67 @@ async def test_sample_resumed_at_any_offset_continues_identically(engine: Engine
         assert made.offset == n
         assert made.tokens == whole.tokens[n:]
         assert made.logprobs == pytest.approx(whole.logprobs[n:], abs=1e-4)
+
+
+def scored(sample: int, given: list[int], **changes: Any) -> Request:
+    """Return a request for the log-probabilities of a given completion."""
+    return request(sample, max_tokens=len(given), forced=pack(given, I32), **changes)
+
+
+async def test_given_completion_gets_the_log_probabilities_of_a_generated_one(engine: Engine) -> None:
+    prompt = list(range(1, 30))
+    (made,) = await run(engine, [request(5, prompt=prompt, max_tokens=MAX_LEN - len(prompt))])
+    given = made.tokens
+    assert len(given) == MAX_LEN - len(prompt), "up to the maximum length"
+    requests = [
+        scored(6, given, prompt=prompt),
+        scored(7, given[:1], prompt=prompt),
+        scored(8, given, prompt=prompt, tokens=given[:50]),
+        request(9, prompt=prompt, max_tokens=20, temperature=0),
+        *(scored(10 + n, given[: 20 + n], prompt=prompt, whole_logprobs=True) for n in range(2 * SLOTS)),
+    ]
+    whole, first, resumed, other, *more = await run(engine, requests)
+    assert (whole.offset, whole.tokens, whole.finish, whole.error) == (0, given, FINISH_LENGTH, "")
+    assert whole.logprobs == pytest.approx(made.logprobs, abs=1e-4)
+    assert whole.versions == [0] * len(given)
+    assert first.tokens == given[:1]
+    assert first.logprobs == pytest.approx(made.logprobs[:1], abs=1e-4)
+    assert (resumed.offset, resumed.tokens) == (50, given[50:])
+    assert resumed.logprobs == pytest.approx(made.logprobs[50:], abs=1e-4)
+    (alone,) = await run(engine, [request(9, attempt=2, prompt=prompt, max_tokens=20, temperature=0)])
+    assert other.tokens == alone.tokens
+    for n, one in enumerate(more):
+        assert one.tokens == given[: 20 + n]
+        assert one.logprobs == pytest.approx(made.logprobs[: 20 + n], abs=1e-4)
+    assert engine.stats().running == engine.stats().pending == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "why"),
+    [
+        ([2] * 90, {"prompt": [1] * 80}, "have 170 tokens; the maximum length is 160"),
+        ([2, VOCABULARY], {}, "a token id to score is outside"),
+        ([2, 3], {"tokens": [3]}, "differs from its tokens so far"),
+        ([2], {"prompt": [], "tokens": [2]}, "without a prompt cannot be scored"),
+    ],
+)
+async def test_completion_that_cannot_be_scored_fails_with_the_reason(
+    engine: Engine, given: list[int], changes: dict[str, Any], why: str
+) -> None:
+    bad, good = await run(engine, [scored(1, given, **changes), scored(2, [5, 6, 7])])
+    assert why in bad.error
+    assert (good.tokens, good.finish) == ([5, 6, 7], FINISH_LENGTH)
+
+
+async def test_scored_completion_can_be_aborted_and_scored_again(engine: Engine) -> None:
+    given = [n % 50 for n in range(100)]
+    collector = Collector(engine)
+    requests = [scored(sample, given) for sample in range(3 * SLOTS)]
+    engine.submit(requests)
+    engine.release([one.key for one in requests])
+    await eventually(lambda: len(collector.take_emissions()) >= 0 and all(one.key in collector.of for one in requests))
+    again = await run(engine, [scored(sample, given, attempt=2) for sample in range(3 * SLOTS)])
+    assert all(one.tokens == given and one.finish == FINISH_LENGTH for one in again)
 
 
 async def test_hints_change_no_sample(engine: Engine, kind: Kind) -> None:

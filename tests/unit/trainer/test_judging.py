@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.domain.plan import JudgeIds, check, plan_step
+from rlboost.services.trainer.domain.plan import OtherModelIds, check, plan_step
 from rlboost.services.trainer.fakes import MemoryWeights
 from rlboost.services.trainer.ports.storage import JobResources, OtherModel
 from rlboost.shared.errors import ConfigError
@@ -176,7 +176,7 @@ async def test_job_whose_serving_job_is_unknown_fails(tmp_path: Path) -> None:
 def test_each_question_of_a_step_has_its_own_id() -> None:
     job = judged_spec(retries=1)
     planned = plan_step(job, 1, 3, n_train=10, n_eval=[])
-    ids = JudgeIds.of(job, [])
+    ids = OtherModelIds.of(job, [])
     asked = {ids.group(JUDGE_NO, group, 0, member, at) for group in planned for member in range(2) for at in range(2)}
     assert len(asked) == ids.n_numbers == 4 * 2 * 2
     assert {SampleId.unpack(one).step for one in asked} == {3}

@@ -41,7 +41,7 @@ from rlboost.shared.messages import SAMPLING_OPTIONS
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.process.system import run_in_thread
 from rlboost.shared.weights.changed_words import ChangedWords
-from rlboost.shared.wire import TOP
+from rlboost.shared.wire import I32, TOP, unpack
 
 if TYPE_CHECKING:
     from rlboost.services.rollout_worker.adapters.torch.grammar import GrammarCompiler, GrammarMatcher
@@ -417,7 +417,8 @@ class TorchEngine(ThreadedEngine):
                 table.share_routing(pairs[:, 0], pairs[:, 1], np.array([prefill.shared for prefill in copies]))
             todo = np.array([(prefill.slot, prefill.shared, prefill.length) for prefill in turn])
             if table.is_batch_invariant:
-                slots, positions = (np.concatenate(part) for part in zip(*map(_rows_of, todo), strict=True))
+                slots = np.repeat(todo[:, 0], todo[:, 2] - todo[:, 1])
+                positions = np.concatenate([np.arange(start, end) for _, start, end in todo])
                 if len(slots):
                     self._compute_rows(table, slots, positions)
                 self.prefilled_tokens_total += len(slots)
@@ -458,6 +459,9 @@ class TorchEngine(ThreadedEngine):
             self._cache.reorder(order)
 
     def _decode(self, table: RequestTable) -> None:
+        if (forced := table.forced_drafts()) is not None:
+            self._verify(table, None, Drafts(forced))
+            return
         drafter = self._drafter if table is self._table and not table.is_batch_invariant else None
         if drafter is None:
             self._decode_one(table)
@@ -505,8 +509,8 @@ class TorchEngine(ThreadedEngine):
             self._model, np.array(tokens, np.int64), slots, positions, self._cache, inputs_of
         )
 
-    def _verify(self, table: RequestTable, drafter: Drafter, drafts: Drafts) -> None:
-        """Decode the tokens of each slot up to the first that differs from its draft."""
+    def _verify(self, table: RequestTable, drafter: Drafter | None, drafts: Drafts) -> None:
+        """Decode the tokens of each slot up to the first that differs from its draft; `drafter` is what drafted."""
         starts, lengths = table.positions, np.array([1 + len(draft) for draft in drafts.tokens])
         self._cache.fit(starts + lengths - 1, held=table.n)
         at = self._cache.begin_verify(starts, lengths)
@@ -522,7 +526,7 @@ class TorchEngine(ThreadedEngine):
             table.record_routing(np.arange(table.n), starts, lengths, np.split(experts(1)[0], firsts[1:]))
         offsets = table.offsets[slots] + np.arange(len(slots)) - firsts[slots]
         tokens, logprobs, most_likely = self._draw(table, logits, slots, offsets)
-        if self._cache_is_stale:
+        if self._cache_is_stale and drafter is not None:
             # A draft may be the cause: the next pass is without.
             drafter.on_failed(drafts)
             return
@@ -530,7 +534,8 @@ class TorchEngine(ThreadedEngine):
             _common_length(draft, tokens[first : first + len(draft)].tolist())
             for draft, first in zip(drafts.tokens, firsts.tolist(), strict=True)
         ]
-        drafter.on_verified(drafts, accepted)
+        if drafter is not None:
+            drafter.on_verified(drafts, accepted)
         columns, last = np.arange(1 + max(accepted)), np.array(accepted)[:, None]
         rows = firsts[:, None] + np.minimum(columns, last)
         drawn = np.where(columns <= last, tokens[rows], NO_TOKEN)
@@ -560,12 +565,6 @@ class TorchEngine(ThreadedEngine):
         return tokens, logprobs, top_logprobs(logits, temperature, table.top_logprobs[slots])
 
 
-def _rows_of(todo: Ints) -> tuple[Ints, Ints]:
-    """Return the slot and the position of each token of a prefill: see `TorchEngine._prefill`."""
-    slot, start, end = todo
-    return np.full(end - start, slot), np.arange(start, end)
-
-
 def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many tokens two sequences have in common at their beginnings."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
@@ -587,6 +586,9 @@ def _restricted(table: RequestTable, logits: Tensor, slots: Ints, offsets: Ints)
     changed = logits.to(torch.float32, copy=True)
     for row_number, slot, offset in zip(rows.tolist(), slots[rows].tolist(), offsets[rows].tolist(), strict=True):
         sampling, row = table.requests[slot].sampling, changed[row_number]
+        if sampling.forced:
+            row.fill_(-torch.inf)[int(unpack(sampling.forced, I32)[offset])] = 0.0
+            continue
         for token, bias in sampling.logit_bias:
             row[token] += bias
         if offset < sampling.min_tokens:

@@ -39,13 +39,20 @@ from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, l
 from rlboost.services.rollout_worker.domain.frames import LiveRequest, StreamedRequests
 from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, stream_seed
-from rlboost.services.rollout_worker.ports import AdapterEngine, Changes, EngineFailed, Sequences, StagedWeights
-from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, UnsuitableWeights, leaves
+from rlboost.services.rollout_worker.ports import (
+    AdapterEngine,
+    Changes,
+    EngineClosed,
+    EngineFailed,
+    Sequences,
+    StagedWeights,
+)
+from rlboost.shared.errors import ConfigError, RLBoostError, UnsuitableWeights, leaves
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP
 from rlboost.shared.model.folder import require_unquantized
 from rlboost.shared.process.system import run_in_thread
 from rlboost.shared.weights.changed_words import ChangedWords
-from rlboost.shared.wire import TOP, RoutedShape
+from rlboost.shared.wire import TOP, RoutedShape, ints
 
 log = structlog.get_logger(__name__)
 
@@ -207,6 +214,9 @@ class VllmEngine:
     async def _stream(self, live: LiveRequest, requests: StreamedRequests) -> None:
         """Generate the tokens of a request into `requests`."""
         request, sampling = live.request, live.request.sampling
+        if sampling.forced:
+            await self._force(live, requests)
+            return
         vocabulary = requests.vocabulary
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -232,6 +242,31 @@ class VllmEngine:
             await self._follow(live, requests, params)
         except VLLMValidationError as error:
             requests.end(live, error=f"vllm rejects the request: {error.__cause__ or error}")
+
+    async def _force(self, live: LiveRequest, requests: StreamedRequests) -> None:
+        """Score the completion that a request gives, in one prefill."""
+        # The last token is scored as one that would be drawn, so that a sample may end at the model's maximum length.
+        prompt, (*given, last) = live.request.prompt, ints(live.request.sampling.forced)
+        params = SamplingParams(
+            max_tokens=1,
+            ignore_eos=True,
+            prompt_logprobs=0,
+            logprob_token_ids=[last],
+            detokenize=False,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        salted = {"prompt_token_ids": [*prompt, *given], "cache_salt": str(self._n_loads)}
+        async for output in self.llm.generate(salted, params, request_id=str(next(self._ids))):
+            (completion,) = output.outputs
+            if completion.finish_reason == "length":
+                scored = output.prompt_logprobs
+                places = scored.start_indices[len(prompt) + len(live.tokens) :]
+                logprobs = [scored.logprobs[place] for place in places] + [completion.logprobs[0][last].logprob]
+                requests.extend(live, [*given, last][len(live.tokens) :], logprobs)
+                requests.end(live, finish=FINISH_LENGTH)
+            elif completion.finish_reason is not None and self._is_decoding:
+                raise RuntimeError(f"vllm ended a request: {completion.finish_reason}")
 
     async def _follow(self, live: LiveRequest, requests: StreamedRequests, params: SamplingParams) -> None:
         request, sampling = live.request, live.request.sampling
@@ -448,13 +483,13 @@ class VllmEngine:
         return failure
 
     def _check_alive(self, *, allow_closed: bool = False) -> None:
-        """Raise `EngineFailed` if the engine died, `Fatal` if it was closed."""
+        """Raise `EngineFailed` if the engine died, `EngineClosed` if it was closed."""
         if self._end is None and self.llm.errored:
             self._fail(self.llm.dead_error)
         if isinstance(self._end, EngineFailed):
             raise EngineFailed(str(self._end)) from self._end.__cause__
         if self._end is not None and not allow_closed:
-            raise Fatal("the inference engine is closed")
+            raise EngineClosed("the inference engine is closed")
 
 
 def _texts_in(folder: Path) -> list[str]:

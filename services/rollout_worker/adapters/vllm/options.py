@@ -90,7 +90,10 @@ def supported_options(vllm_args: Mapping[str, Any], *, has_grammars: bool) -> fr
     """Return the options of clients that vLLM supports with these engine arguments."""
     without = {"stop", "batch_invariant", "images"} | (set() if has_grammars else {"grammar"})
     if vllm_args.get("speculative_config") or vllm_args.get("spec_method"):
-        without |= {"grammar", "logit_bias", "min_p", "min_tokens"}  # vLLM ignores them, or changes what it accepts
+        # vLLM ignores them, or changes what it accepts; it scores no last token.
+        without |= {"grammar", "logit_bias", "min_p", "min_tokens", "forced"}
+    if vllm_args.get("kv_sharing_fast_prefill"):
+        without.add("forced")  # its log-probabilities of given tokens are wrong then
     return frozenset(SAMPLING_OPTIONS).difference(without)
 
 
@@ -106,6 +109,11 @@ def logprobs_error(mode: str, sampling: Sampling) -> str:
         return (
             f"sampling.temperature is {sampling.temperature}, and vllm samples at {_LOWEST_TEMPERATURE} or more: raise "
             "it, or use torch workers"
+        )
+    if sampling.forced and sampling.temperature != 1:
+        return (
+            f"sampling.temperature is {sampling.temperature}, and vllm scores given tokens at temperature 1: set it to "
+            "1, or serve the teacher by torch workers"
         )
     if mode == "raw_logprobs" and sampling.temperature not in {0, 1}:
         return (
