@@ -23,7 +23,7 @@ import math
 import random
 import statistics
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -186,8 +186,8 @@ _CHECK_EVERY_S = 0.5
 """How often the speed of a transfer from a peer is checked."""
 STORE_ONLY_BYTES = 32 << 20
 """A smaller pull of a worker without a site uses the store alone: it ends before peers could learn what others hold."""
-_MEASURED_BYTES = 1 << 20
-"""The speed of smaller blobs says little."""
+_ELSEWHERE_S = 1.0
+"""A transfer from a worker of the same site takes longer only if one of the two is not there, or is busy."""
 
 
 class PeerSource:
@@ -210,8 +210,8 @@ class PeerSource:
         self._cache = cache
         self._concurrency = concurrency
         self._store_only_bytes = 0 if directory.site else store_only_bytes
-        self._store_speeds: deque[float] = deque(maxlen=_MAX_SPEEDS)
-        """Bytes/s of the last transfers from the store."""
+        self._speeds: deque[tuple[str, float]] = deque(maxlen=2 * _MAX_SPEEDS)
+        """Peer, or empty for the store, and bytes/s of the last transfers."""
         self._buffers = Buffers()
         self._indexes: tuple[BlobIndex, ...] = ()
         self._excluded: dict[str, float] = {}
@@ -307,9 +307,8 @@ class PeerSource:
                 log.warning("peer_failed", peer=peer.name, url=peer.url, kind=type(error).__name__, error=str(error))
         else:
             download.release()
-            speed = download.blob.n_bytes / max(time.monotonic() - began, 1e-6)
-            if self._is_elsewhere(download.blob, speed):
-                log.warning("peer_slower_than_store", peer=peer.name, url=peer.url, bytes_per_s=int(speed))
+            if self._is_elsewhere(peer, download.blob, time.monotonic() - began):
+                log.warning("peer_not_of_site", peer=peer.name, url=peer.url, site=peer.site)
                 self._ignore(pull.selection, peer.name)
             else:
                 del self._failures[peer.name]
@@ -319,11 +318,15 @@ class PeerSource:
             await _cancelled(transfer)
             pull.traffic.from_peers += download.n_received
 
-    def _is_elsewhere(self, blob: ChunkRef, speed: float) -> bool:
-        """Return True if a peer of this site is so much slower than the store that one of the two is not there."""
-        if not self._directory.site or blob.n_bytes < _MEASURED_BYTES or not self._store_speeds:
+    def _is_elsewhere(self, peer: Peer, blob: ChunkRef, took_s: float) -> bool:
+        """Return True if a peer of this site is so much slower than another, or than the store, that its label lies."""
+        self._speeds.append((peer.name, blob.n_bytes / max(took_s, 1e-6)))
+        if not peer.site or took_s < _ELSEWHERE_S:
             return False
-        return speed < _SLOW * statistics.median(self._store_speeds)
+        speeds = defaultdict[str, list[float]](list)
+        for source, speed in self._speeds:
+            speeds[source].append(speed)
+        return blob.n_bytes / took_s < _SLOW * max(map(statistics.median, speeds.values()))
 
     async def _receive(self, peer: Peer, download: Download) -> None:
         keep = partial(self._cache.store, download.blob, download.data)
@@ -382,8 +385,8 @@ class PeerSource:
         async with self._renewing_claim(fetch.digest) if fetch.claim else contextlib.nullcontext():
             began = time.monotonic()
             error = await self._store.fetch_one(blob, pull.traffic)
-            if error is None and blob.n_bytes >= _MEASURED_BYTES:
-                self._store_speeds.append(blob.n_bytes / max(time.monotonic() - began, 1e-6))
+            if error is None:
+                self._speeds.append(("", blob.n_bytes / max(time.monotonic() - began, 1e-6)))
             await self._ignoring_outage(self._publish())  # before the claim expires
         if error is not None and fetch.claim:
             await self._ignoring_outage(self._directory.release_claim(fetch.digest))
