@@ -61,7 +61,7 @@ test-browser: $(INSTALLED) ## run the tests of the web page; they need Chromium
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/browser $(ARGS)
 
-test-network: $(INSTALLED) ## run the tests of training on several machines, in network namespaces; they need root
+test-network: $(INSTALLED) ## run the tests of several machines and of sites, in network namespaces; they need root
 	$(BIN)/python -m pytest -n 2 tests/network $(ARGS)
 
 test-docker: $(INSTALLED) ## build the images and run a job in containers; needs a Docker engine

@@ -13,7 +13,7 @@ import structlog
 
 from rlboost.services.rollout_worker.adapters.machine import MemoryProbe, listen_address, peer_url
 from rlboost.services.rollout_worker.adapters.manager_http import fetch_tokenizer, join
-from rlboost.services.rollout_worker.adapters.preemption import Aws, Azure, Google, Metadata, NoticeFile
+from rlboost.services.rollout_worker.adapters.preemption import Aws, Azure, Google, Metadata, NoticeFile, site_of
 from rlboost.services.rollout_worker.adapters.serving_metrics import ServingMetrics
 from rlboost.services.rollout_worker.adapters.store_weights import ModelFolderSeeder, StoreWeights
 from rlboost.services.rollout_worker.adapters.tokenizer import decoder
@@ -61,13 +61,16 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     serving = ServingMetrics(settings.beside_url) if settings.beside_url else None
     if serving is not None:
         await check_serving(serving)
+    metadata = Metadata(settings.metadata_url)
+    if site := await site_of(settings.site, metadata):
+        log.info("pulls_by_site", site=site)
     first = await join(settings.url, token, name, settings.role)
     waits = Waits()
     access = IssuedAccess(first.store_credential, first.manifest_key)
     store = StoreClient(first.weight_store_url, access)
     cache = open_cache(_cache_dir(settings), name)
     transport = PeerTransport(first.peer_key)
-    directory = PeerDirectory(first.bus, first.worker, socket.gethostname())
+    directory = PeerDirectory(first.bus, first.worker, socket.gethostname(), site)
     peers = PeerSource(
         directory, transport, StoreSource(store, cache, concurrency=_TRANSFERS), cache, concurrency=_TRANSFERS
     )
@@ -107,7 +110,6 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         drain_on_rebalance=settings.rebalance == "drain",
     )
     worker = WorkerApp(stop, connection, generator, weights, options, waits, startup)
-    metadata = Metadata(settings.metadata_url)
     try:
         serve = _http(settings, connection, generator, worker, waits, cache, peers, first.peer_key)
         watch = _preemption_watch(settings, metadata, worker)

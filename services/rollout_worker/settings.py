@@ -130,6 +130,12 @@ class Settings(ServiceSettings):
         "0: no limit",
     )
 
+    site: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9._-]*$",
+        description="where this machine is, such as a region or an office, if it is far from the weight store: "
+        "workers of one site fetch each chunk from there once; auto: the cloud's region; if empty, where the store is",
+    )
     host: str = Field(
         "",
         description="address that serves health, metrics and weights for other workers; "

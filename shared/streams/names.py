@@ -201,9 +201,9 @@ def weight_peer(peer: str) -> str:
     return f"{PREFIX}weights:peer:{peer}"
 
 
-def weight_claim(digest: str) -> str:
-    """Lease: the peer that fetches this blob from the weight store, from which the others fetch it."""
-    return f"{PREFIX}weights:claim:{digest}"
+def weight_claim(digest: str, site: str = "") -> str:
+    """Lease: the peer that fetches this blob from the weight store, from which the others of its site fetch it."""
+    return f"{PREFIX}weights:claim:{site}:{digest}" if site else f"{PREFIX}weights:claim:{digest}"
 
 
 def worker_commands(worker: str) -> str:

@@ -34,7 +34,7 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams.bus import Entry, position
-from rlboost.shared.streams.names import WORKER_HEARTBEATS, job_events
+from rlboost.shared.streams.names import WORKER_HEARTBEATS, job_events, weight_peer
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.rest_models import NONCE_FILE
 from rlboost.shared.wire import U64, ints
@@ -323,6 +323,14 @@ async def test_a_dismissed_worker_becomes_another_incarnation_without_a_pull(bos
 
 
 # --- with a worker that ends ------------------------------------------------------------------------------------------
+
+
+async def test_worker_announces_its_site(site: Site, manager: WorkerManager) -> None:
+    site.hire(SITE="office")
+    worker = await manager.ready_worker()
+    (lease,) = await manager.bus.lease_values([weight_peer(worker)])
+    assert lease is not None
+    assert json.loads(lease)["site"] == "office"
 
 
 async def test_sigterm_hands_off_everything_within_seconds(site: Site, manager: WorkerManager) -> None:

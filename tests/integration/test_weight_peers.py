@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -33,11 +33,11 @@ from rlboost.shared.streams.names import WEIGHT_PEERS, weight_claim
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import Shard, digest_of
-from rlboost.shared.weights.peers import selection
+from rlboost.shared.weights.peers import selection, source
 from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_routes
 from rlboost.shared.weights.peers.directory import CLAIM_S, PeerDirectory
-from rlboost.shared.weights.peers.selection import ALL, BlobIndex
-from rlboost.shared.weights.peers.source import PeerSource, PeerTransport
+from rlboost.shared.weights.peers.selection import BlobIndex
+from rlboost.shared.weights.peers.source import STORE_ONLY_BYTES, PeerSource, PeerTransport
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller, StoreSource
 from tests.support.eventually import LIMIT_S, eventually
@@ -132,13 +132,14 @@ async def test_store_sends_each_byte_about_once_to_16_pullers_with_3_killed(
 class Rig:
     """One puller in this process, and peers that a test makes up."""
 
-    def __init__(self, client: StoreClient, bus: Bus, directory: Path) -> None:
+    def __init__(self, client: StoreClient, bus: Bus, directory: Path, site: str = "") -> None:
         self.bus = bus
         self.cache = Cache(directory)
         self.transport = PeerTransport(TOKEN)
         store = StoreSource(client, self.cache, concurrency=8)
-        me = PeerDirectory(bus, "me", "here")
-        self.source = PeerSource(me, self.transport, store, self.cache, concurrency=8, store_only_bytes=0)
+        me = PeerDirectory(bus, "me", "here", site)
+        limit = STORE_ONLY_BYTES if site else 0
+        self.source = PeerSource(me, self.transport, store, self.cache, concurrency=8, store_only_bytes=limit)
         self.puller = Puller(client, self.cache, Waits(), source=self.source, limit_s=60)
 
     async def assert_pulls(self, weights: np.typing.NDArray[np.uint8] = WEIGHTS) -> None:
@@ -178,9 +179,21 @@ async def served(
     await serving
 
 
-async def listed(rig: Rig, url: str, chunks: list[str], name: str = "other") -> None:
+@pytest.fixture
+async def far(client: StoreClient, tmp_path: Path) -> AsyncIterator[Rig]:
+    """A puller of a site."""
+    far = Rig(client, MemoryBus(), tmp_path / "far", "far")
+    yield far
+    await far.transport.close()
+    far.puller.close()
+
+
+async def listed(rig: Rig, url: str, chunks: list[str], name: str = "other", site: str = "", lacks: int = 0) -> None:
+    """Let a peer announce these chunks, without the last few."""
     await rig.bus.transact([HashSet(WEIGHT_PEERS, {name: ""})])
-    await PeerDirectory(rig.bus, name, "here").publish(url, {BlobIndex(chunks).id: ALL})
+    index = BlobIndex(chunks)
+    bitmap = index.encode_bitmap(set(chunks[:-lacks] if lacks else chunks))
+    await PeerDirectory(rig.bus, name, "here", site).publish(url, {index.id: bitmap})
 
 
 def chunks_by_digest() -> dict[str, bytes]:
@@ -407,3 +420,78 @@ async def test_small_pull_uses_the_store_alone(client: StoreClient, rig: Rig) ->
         await listed(rig, url, chunks)
         await rig.assert_pulls()
     assert asked == []
+
+
+# --- sites ------------------------------------------------------------------------------------------------------------
+
+
+def claims_in(logs: list[MutableMapping[str, Any]]) -> set[bool]:
+    """Return whether blobs were fetched from the store with a claim."""
+    return {line["claimed"] for line in logs if line["event"] == "blob_from_store"}
+
+
+async def test_small_pull_of_a_site_asks_its_workers_and_no_others(client: StoreClient, far: Rig) -> None:
+    chunks, by_digest, asked = await publish(client), chunks_by_digest(), list[str]()
+
+    def elsewhere(digest: str) -> Response:
+        asked.append(digest)
+        return Response(by_digest[digest])
+
+    assert WEIGHTS.nbytes < STORE_ONLY_BYTES
+    async with served(lambda digest: Response(by_digest[digest])) as same, served(elsewhere) as other:
+        await listed(far, same, chunks, "same", "far", lacks=1)
+        await listed(far, other, chunks, "other", "near")
+        await listed(far, other, chunks, "unlabelled")
+        await far.assert_pulls()
+    assert asked == []
+    assert (far.from_peers, far.from_store) == (WEIGHTS.nbytes - CHUNK_BYTES, CHUNK_BYTES)
+
+
+async def test_claims_hold_for_one_site(client: StoreClient, far: Rig) -> None:
+    chunks = await publish(client)
+    for site in ("", "near"):
+        await far.bus.transact([Renew(weight_claim(digest, site), "other", 1e9) for digest in chunks])
+    with capture_logs() as logs:
+        await far.assert_pulls()
+    assert far.from_store == WEIGHTS.nbytes
+    assert claims_in(logs) == {True}
+
+
+async def test_site_without_redis_fetches_from_its_workers_and_waits_before_the_store(
+    client: StoreClient, far: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "MAX_IDLE_S", 1.0)
+    chunks, by_digest = await publish(client), chunks_by_digest()
+
+    def cut(digest: str) -> Response:
+        cast("MemoryBus", far.bus).down = True
+        return Response(by_digest[digest])
+
+    async with served(cut) as url:
+        await listed(far, url, chunks, "same", "far", lacks=1)
+        await far.bus.transact([Renew(weight_claim(chunks[-1], "far"), "same", 1e9)])
+        with capture_logs() as logs:
+            await far.assert_pulls()
+    assert (far.from_peers, far.from_store) == (WEIGHTS.nbytes - CHUNK_BYTES, CHUNK_BYTES)
+    assert claims_in(logs) == {False}, "another may be fetching the chunk, so it was left until the idle limit"
+
+
+async def test_worker_that_is_slow_for_its_site_is_asked_no_more(
+    client: StoreClient, far: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "_ELSEWHERE_S", 0.2)
+    chunks, by_digest, asked = await publish(client), chunks_by_digest(), list[str]()
+
+    async def from_afar(digest: str, _: Request) -> Response:
+        asked.append(digest)
+        await asyncio.sleep(1.0)
+        return Response(by_digest[digest])
+
+    far.source._speeds.append(("", 1e9))  # the last pull's, from the store
+    async with served(from_afar) as url:
+        await listed(far, url, chunks, "liar", "far")
+        with capture_logs() as logs:
+            await far.assert_pulls()
+    assert {line["peer"] for line in logs if line["event"] == "peer_not_of_site"} == {"liar"}
+    assert 1 <= len(asked) <= selection.MAX_PER_PEER
+    assert far.from_store == WEIGHTS.nbytes - CHUNK_BYTES * len(asked)

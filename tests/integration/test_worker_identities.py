@@ -188,11 +188,12 @@ async def _is(system: System, states: dict[str, str]) -> bool:
     return all(found.get(worker) == state for worker, state in states.items())
 
 
-async def test_everything_that_a_worker_does_is_allowed(system: System) -> None:
+@pytest.mark.parametrize("site", ["", "eu-west-1"])
+async def test_everything_that_a_worker_does_is_allowed(system: System, site: str) -> None:
     worker = await system.worker()
     assert isinstance(worker.bus, RedisBus)
     assert await worker.bus.length(names.worker_reports(worker.id)) == 0
-    directory = PeerDirectory(worker.bus, worker.id, "here")
+    directory = PeerDirectory(worker.bus, worker.id, "here", site)
     await directory.publish("http://10.0.0.1:80", {})
     assert await directory.peers() == []
     assert await directory.claim("digest")

@@ -131,13 +131,16 @@ class FakeMetadata:
             return 200, json.dumps({"action": "terminate", "time": then}).encode(), {}
         if path == "/latest/meta-data/events/recommendations/rebalance" and self._rebalance:
             return 200, json.dumps({"noticeTime": self._rebalance}).encode(), {}
-        return _NOT_FOUND
+        return (200, b"eu-west-1", {}) if path == "/latest/meta-data/placement/region" else _NOT_FOUND
 
     def _gcp(self, method: str, path: str, query: dict[str, str], headers: dict[str, str], body: bytes) -> Answer:
-        if (method, path) != ("GET", "/computeMetadata/v1/instance/preempted"):
+        zone = path == "/computeMetadata/v1/instance/zone"
+        if method != "GET" or not (zone or path == "/computeMetadata/v1/instance/preempted"):
             return _NOT_FOUND
         if headers.get("metadata-flavor") != "Google":
             return 403, b"Missing Metadata-Flavor:Google header.", {}
+        if zone:
+            return 200, b"projects/123456/zones/us-central1-a", {"Metadata-Flavor": "Google"}
         with self._changed:
             if query.get("wait_for_change") == "true" and query.get("last_etag", self._etag()) == self._etag():
                 # As the real one: without an etag, only a change from now on is waited for.
@@ -152,7 +155,11 @@ class FakeMetadata:
         if headers.get("metadata") != "true" or "api-version" not in query:
             return 400, b'{"error": "Bad request"}', {}
         if (method, path) == ("GET", "/metadata/instance/compute"):
-            return 200, json.dumps({"azEnvironment": "AzurePublicCloud", "name": MACHINE}).encode(), {}
+            return (
+                200,
+                json.dumps({"azEnvironment": "AzurePublicCloud", "name": MACHINE, "location": "westeurope"}).encode(),
+                {},
+            )
         if path != "/metadata/scheduledevents":
             return _NOT_FOUND
         if method == "POST":

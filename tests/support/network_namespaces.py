@@ -9,6 +9,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 _N = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -28,6 +29,10 @@ class Namespace(NamedTuple):
     def prefix(self) -> Sequence[str]:
         """The command with which programs run there."""
         return ("ip", "netns", "exec", self.name)
+
+    def get(self, url: str) -> str:
+        """Return what is at a URL, requested from there."""
+        return subprocess.run([*self.prefix, "curl", "-s", url], check=True, capture_output=True, text=True).stdout
 
     def unplug(self) -> None:
         """Cut it off from the network: packets are lost, and no connection is closed."""
@@ -68,6 +73,31 @@ def network(n: int) -> Iterator[tuple[str, list[Namespace]]]:
         yield f"{_NETWORK}.1", machines
     finally:
         _remove(names)
+
+
+class HostLink:
+    """The link between this machine and the namespaces, which share it."""
+
+    def __init__(self, bits_per_s: int) -> None:
+        """Limit the speed of each direction."""
+        shape = f"root tbf rate {bits_per_s}bit burst 128kb latency 100ms".split()
+        subprocess.run(["tc", "qdisc", "add", "dev", HOST_LINK, *shape], check=True)
+        subprocess.run(["tc", "-n", _SWITCH, "qdisc", "add", "dev", "host", *shape], check=True)
+
+    @staticmethod
+    def sent_bytes() -> int:
+        """Return the number of bytes that this machine has sent to the namespaces, with the headers of packets."""
+        return int(Path(f"/sys/class/net/{HOST_LINK}/statistics/tx_bytes").read_text())
+
+    @staticmethod
+    def cut() -> None:
+        """Cut it: packets are lost, and no connection is closed. The namespaces reach each other."""
+        _ip("-n", _SWITCH, "link", "set", "host", "down")
+
+    @staticmethod
+    def heal() -> None:
+        """Connect it again."""
+        _ip("-n", _SWITCH, "link", "set", "host", "up")
 
 
 def _remove(namespaces: Sequence[str]) -> None:

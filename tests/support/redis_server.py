@@ -29,8 +29,8 @@ def executable() -> str | None:
 class RedisServer:
     """One server in `directory`, on one port for its whole life; with `aof`, what it acknowledged survives a kill."""
 
-    def __init__(self, directory: Path, *, aof: bool = False) -> None:
-        """Nothing runs before `start`.
+    def __init__(self, directory: Path, *, aof: bool = False, host: str = "127.0.0.1") -> None:
+        """Nothing runs before `start`; `host` is another address of this machine at which it is reached.
 
         Raises:
             FileNotFoundError: there is no redis-server.
@@ -44,7 +44,8 @@ class RedisServer:
         self._command = found
         self._process: subprocess.Popen[bytes] | None = None
         self.port = reserve_port(self)
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._host = host
+        self.url = f"redis://{host}:{self.port}/0"
 
     @property
     def pid(self) -> int:
@@ -58,7 +59,7 @@ class RedisServer:
         self._directory.mkdir(parents=True, exist_ok=True)
         options = {
             "port": self.port,
-            "bind": "127.0.0.1",
+            "protected-mode": "no",
             "dir": self._directory,
             "save": "",
             "appendonly": "yes" if self._aof else "no",
@@ -66,6 +67,7 @@ class RedisServer:
             "appendfsync": "no",
         }
         flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        flags += ["--bind", *dict.fromkeys(["127.0.0.1", self._host])]
         with (self._directory / "redis.log").open("ab") as log:
             self._process = subprocess.Popen([self._command, *flags], stdout=log, stderr=log)
         limit = time.monotonic() + LIMIT_S

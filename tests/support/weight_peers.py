@@ -38,8 +38,10 @@ async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> N
     bus = await connect(options.redis, name)
     await bus.transact([HashSet(WEIGHT_PEERS, {name: ""})])  # as the manager does when a worker joins
     cache, transport = Cache(directory), PeerTransport(options.token)
-    sock = bind("127.0.0.1", 0)
-    app: FastAPI = create_app(name, guard=Guard.of_token(options.token), not_ready_reason=lambda: None)
+    sock, waits = bind(options.host, 0), Waits()
+    url = f"http://{options.host}:{sock.getsockname()[1]}"
+    (options.dir / f"{name}.url").write_text(url)
+    app: FastAPI = create_app(name, guard=Guard.of_token(options.token), not_ready_reason=lambda: None, waits=waits)
     sent, slots = Counter("sent", "bytes", registry=CollectorRegistry()), asyncio.Semaphore(MAX_CONCURRENT)
     app.include_router(blob_routes(cache, options.token, sent, slots))
     transfers = blob_transfers(cache, options.token, sent, slots)
@@ -47,10 +49,15 @@ async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> N
         store = StoreSource(client, cache, concurrency=8)
         store_only_bytes = sys.maxsize if options.alone else 0
         peer_source = PeerSource(
-            PeerDirectory(bus, name, "here"), transport, store, cache, concurrency=8, store_only_bytes=store_only_bytes
+            PeerDirectory(bus, name, options.host, options.site),
+            transport,
+            store,
+            cache,
+            concurrency=8,
+            store_only_bytes=store_only_bytes,
         )
-        peer_source.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        puller = Puller(client, cache, Waits(), source=peer_source, limit_s=300.0)
+        peer_source.url = url
+        puller = Puller(client, cache, waits, source=peer_source, limit_s=300.0)
 
         async def pull(stop: asyncio.Event) -> None:
             pulled = await puller.pull(options.job, options.version)
@@ -87,6 +94,9 @@ def main() -> None:
     for name in ["store", "redis", "token", "job"]:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--version", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1", help="address that they listen on")
+    parser.add_argument("--site", default="", help="see RLBOOST_WORKER_SITE")
+    parser.add_argument("--name", default="peer", help="begins their names")
     parser.add_argument("--alone", action="store_true", help="pull from the store alone")
     options = parser.parse_args()
     pids = []
@@ -94,7 +104,7 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                run(options, f"peer-{number}")
+                run(options, f"{options.name}-{number}")
                 os._exit(0)
             except BaseException as error:  # noqa: BLE001 - the process ends
                 print(repr(error), file=sys.stderr, flush=True)

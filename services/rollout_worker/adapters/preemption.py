@@ -1,4 +1,4 @@
-"""Where notices of preemption come from: a file, or the metadata service of a cloud."""
+"""Where notices of preemption come from: a file, or the metadata service of a cloud, which also names the region."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from rlboost.services.rollout_worker.domain.preemption import (
     RebalanceRecommendation,
     aws_notice,
     aws_rebalance_recommendation,
+    aws_region,
     aws_token,
     azure_machine,
     azure_notice,
+    azure_region,
     file_notice,
     gcp_notice,
+    gcp_region,
 )
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.http.clients import async_http_client
+from rlboost.shared.process.waiting import retry_while
 from rlboost.shared.proxies import direct
 
 # --- Preemption notices by a local file, for schedulers that can write a file and nothing else ------------------------
@@ -81,6 +85,7 @@ _HIGHEST_PORT = 65535
 _UNAUTHORIZED, _NOT_FOUND = 401, 404
 _GOOGLE = {"Metadata-Flavor": "Google"}
 _PREEMPTED = "/computeMetadata/v1/instance/preempted"
+_ZONE = "/computeMetadata/v1/instance/zone"
 _AZURE = {"Metadata": "true"}
 _EVENTS = "/metadata/scheduledevents"
 _EVENTS_VERSION = {"api-version": "2020-07-01"}
@@ -172,6 +177,10 @@ class Aws:
     async def acknowledge(self, notice: Notice) -> None:
         """Do nothing: Amazon expects no acknowledgment."""
 
+    async def region(self) -> str:
+        """Return this machine's region."""
+        return aws_region(await self._get("placement/region") or "")
+
     async def _get(self, item: str) -> str | None:
         """Return an item; None if it does not exist."""
         if not self._token:
@@ -219,6 +228,10 @@ class Google:
     async def acknowledge(self, notice: Notice) -> None:
         """Do nothing: Google expects no acknowledgment."""
 
+    async def region(self) -> str:
+        """Return this machine's region."""
+        return gcp_region((await self._metadata.call("GET", _ZONE, _GOOGLE)).text)
+
 
 class Azure:
     """`NoticeSource` of Azure's scheduled events. The first request of a machine may take minutes to be answered."""
@@ -247,7 +260,45 @@ class Azure:
         body = {"StartRequests": [{"EventId": notice.event_id}]}
         await self._metadata.call("POST", _EVENTS, _AZURE, params=_EVENTS_VERSION, body=body)
 
+    async def region(self) -> str:
+        """Return this machine's region."""
+        return azure_region(await self._compute())
+
     async def _find_machine(self) -> None:
+        self._machine = azure_machine(await self._compute())
+
+    async def _compute(self) -> str:
         params = {"api-version": "2021-02-01"}
-        answer = await self._metadata.call("GET", "/metadata/instance/compute", _AZURE, params=params)
-        self._machine = azure_machine(answer.text)
+        return (await self._metadata.call("GET", "/metadata/instance/compute", _AZURE, params=params)).text
+
+
+# --- The site of a worker ---------------------------------------------------------------------------------------------
+
+
+_SITE_LIMIT_S = 10.0
+
+
+async def site_of(setting: str, metadata: Metadata, limit_s: float = _SITE_LIMIT_S) -> str:
+    """Return the site that a setting names: for `auto` the region of the cloud that this machine is in.
+
+    Raises:
+        ConfigError: no metadata service says which.
+
+    """
+    if setting != "auto":
+        return setting
+
+    async def first() -> str:
+        asked = [cloud.region() for cloud in (Aws(metadata), Google(metadata), Azure(metadata))]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        if found := [answer for answer in answers if isinstance(answer, str)]:
+            return found[0]
+        raise Retryable("; ".join(map(str, answers)))
+
+    try:
+        return await retry_while(Retryable, first, limit_s=limit_s)
+    except Retryable as error:
+        raise ConfigError(
+            "RLBOOST_WORKER_SITE is auto, and no cloud's metadata service names a region: set it to a name for "
+            f"this machine's place, or leave it empty if the weight store is there too ({error})"
+        ) from error

@@ -1,4 +1,4 @@
-"""Parses the documents in which clouds announce preemptions.
+"""Parses the documents in which clouds announce preemptions, and those that name a machine's region.
 
 A `Notice` says that this machine will be reclaimed, a `RebalanceRecommendation` that it is at elevated risk. A document
 that announces a preemption counts as a notice even if its time cannot be parsed.
@@ -144,6 +144,7 @@ class _Compute(BaseModel):
 
     name: str
     az_environment: str
+    location: str = ""
 
 
 class _ScheduledEvent(BaseModel):
@@ -186,6 +187,30 @@ def azure_notice(body: str, machine: str, now_s: float) -> Notice | None:
             lead_s = 0.0 if event.event_status == "Started" else _until(_rfc_1123(event.not_before or ""), now_s)
             return Notice(f"azure: {event.event_type}", lead_s, event.event_id)
     return None
+
+
+# --- regions ----------------------------------------------------------------------------------------------------------
+
+
+def aws_region(body: str) -> str:
+    """Parse `placement/region`."""
+    return _region(body.strip(), body)
+
+
+def gcp_region(body: str) -> str:
+    """Parse `instance/zone`, such as `projects/12/zones/us-central1-a`."""
+    return _region(body.strip().rpartition("/")[2].rpartition("-")[0], body)
+
+
+def azure_region(body: str) -> str:
+    """Parse `instance/compute`."""
+    return _region(_parse(_Compute, body, "an Azure machine").location, body)
+
+
+def _region(name: str, body: str) -> str:
+    if not re.fullmatch(r"[a-z0-9-]{1,64}", name):
+        raise _unreadable("a region", body)
+    return name
 
 
 # --- a file -----------------------------------------------------------------------------------------------------------

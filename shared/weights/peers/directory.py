@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 LEASE_S = 15.0
 """How long an entry stays without a renewal."""
 CLAIM_S = 5.0
-"""How long a claim on a blob lasts without a renewal: the claimant alone fetches it from the weight store."""
+"""How long a claim on a blob lasts without a renewal: of its site, the claimant alone fetches it from the store."""
 
 
 def _with_valid_address(url: str) -> str:
@@ -40,6 +40,8 @@ class Peer(BaseModel):
     url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/?#@]+$"), AfterValidator(_with_valid_address)]
     host: str
     """Name of its machine: a loopback address is usable on the same machine only."""
+    site: str = ""
+    """Where its machine is; empty: where the weight store is. Only workers of one site ask each other."""
     holds: dict[str, str] = Field(default_factory=dict)
     """`BlobIndex.id` -> bitmap of the blobs it holds."""
 
@@ -52,11 +54,13 @@ class Peer(BaseModel):
 class PeerDirectory:
     """The peer directory as one peer uses it. Every method raises `BusUnavailable` while Redis is unavailable."""
 
-    def __init__(self, bus: Bus, name: str, host: str) -> None:
+    def __init__(self, bus: Bus, name: str, host: str, site: str = "") -> None:
         """Use an open bus; `name` is the worker's id."""
         self._bus = bus
         self._name = name
         self._host = host
+        self.site = site
+        """See `Peer.site`."""
 
     def use(self, bus: Bus, name: str) -> None:
         """Continue with another bus, as another incarnation of the worker."""
@@ -64,32 +68,32 @@ class PeerDirectory:
 
     async def publish(self, url: str, holds: Mapping[str, str]) -> None:
         """Publish this peer's URL and holdings for another `LEASE_S` seconds."""
-        record = Peer(name=self._name, url=url, host=self._host, holds=dict(holds)).model_dump_json()
-        await self._bus.transact([Renew(weight_peer(self._name), record, LEASE_S)])
+        peer = Peer(name=self._name, url=url, host=self._host, site=self.site, holds=dict(holds))
+        await self._bus.transact([Renew(weight_peer(self._name), peer.model_dump_json(), LEASE_S)])
 
     async def withdraw(self) -> None:
         """Remove this peer's entry."""
         await self._bus.transact([Delete(weight_peer(self._name))])
 
     async def peers(self) -> list[Peer]:
-        """Return the other peers that this machine can reach."""
+        """Return the other peers of this site that this machine can reach."""
         return [
             peer
             for peer in await list_peers(self._bus)
-            if peer.name != self._name and (peer.host == self._host or not peer.is_loopback)
+            if peer.name != self._name and peer.site == self.site and (peer.host == self._host or not peer.is_loopback)
         ]
 
     async def claim(self, digest: str) -> bool:
-        """Claim the fetch of a blob from the weight store; return True if this peer got the claim."""
-        return await self._bus.acquire(weight_claim(digest), self._name, CLAIM_S)
+        """Claim the fetch of a blob from the weight store; return True if this peer got its site's claim."""
+        return await self._bus.acquire(weight_claim(digest, self.site), self._name, CLAIM_S)
 
     async def renew_claim(self, digest: str) -> None:
         """Extend a claim that this peer holds."""
-        await self._bus.transact([Renew(weight_claim(digest), self._name, CLAIM_S)])
+        await self._bus.transact([Renew(weight_claim(digest, self.site), self._name, CLAIM_S)])
 
     async def release_claim(self, digest: str) -> None:
         """Release the claim, so that another peer may fetch the blob."""
-        await self._bus.transact([Delete(weight_claim(digest))])
+        await self._bus.transact([Delete(weight_claim(digest, self.site))])
 
 
 async def list_peers(bus: Bus) -> list[Peer]:

@@ -3,6 +3,9 @@
 Peers are untrusted: every blob is digest-checked, and a peer that sent other bytes is never asked again. Without Redis
 everything comes from the store.
 
+Workers with a site are far from the store, and share a link to it that is slower than those between them. They ask only
+each other, and one of them fetches each blob from the store, however small a pull is.
+
 Two loops:
 
 - `announce` consumes the cache's content and produces this peer's entry in the peer directory, every third of
@@ -20,7 +23,7 @@ import math
 import random
 import statistics
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -182,7 +185,9 @@ def _error(status: int, digest: str) -> PeerFailed:
 _CHECK_EVERY_S = 0.5
 """How often the speed of a transfer from a peer is checked."""
 STORE_ONLY_BYTES = 32 << 20
-"""A smaller pull uses the store alone: it ends before peers could learn what the others hold."""
+"""A smaller pull of a worker without a site uses the store alone: it ends before peers could learn what others hold."""
+_ELSEWHERE_S = 1.0
+"""A transfer from a worker of the same site takes longer only if one of the two is not there, or is busy."""
 
 
 class PeerSource:
@@ -204,7 +209,9 @@ class PeerSource:
         self._store = store
         self._cache = cache
         self._concurrency = concurrency
-        self._store_only_bytes = store_only_bytes
+        self._store_only_bytes = 0 if directory.site else store_only_bytes
+        self._speeds: deque[tuple[str, float]] = deque(maxlen=2 * _MAX_SPEEDS)
+        """Peer, or empty for the store, and bytes/s of the last transfers."""
         self._buffers = Buffers()
         self._indexes: tuple[BlobIndex, ...] = ()
         self._excluded: dict[str, float] = {}
@@ -260,6 +267,8 @@ class PeerSource:
             peers = await self._directory.peers()
         except BusUnavailable as error:
             log.warning("peer_directory_unavailable", error=str(error))
+            if self._directory.site:  # its link may be cut, while its workers reach each other
+                return
             peers = []
         ours = {index.id for index in self._indexes}
         pull.peers = {peer.name: peer for peer in peers if peer.holds.keys() & ours}
@@ -284,7 +293,7 @@ class PeerSource:
             log.debug("peer_gone", peer=fetch.peer)
             pull.selection.on_not_held(fetch)
             return
-        download = Download(pull.blobs[fetch.digest], self._buffers)
+        download, began = Download(pull.blobs[fetch.digest], self._buffers), time.monotonic()
         transfer = asyncio.create_task(self._receive(peer, download), name="peers-transfer")
         try:
             if await _is_behind(transfer, download) and await self._settled_by_store(pull, fetch, peer, transfer):
@@ -298,12 +307,26 @@ class PeerSource:
                 log.warning("peer_failed", peer=peer.name, url=peer.url, kind=type(error).__name__, error=str(error))
         else:
             download.release()
-            del self._failures[peer.name]
+            if self._is_elsewhere(peer, download.blob, time.monotonic() - began):
+                log.warning("peer_not_of_site", peer=peer.name, url=peer.url, site=peer.site)
+                self._ignore(pull.selection, peer.name)
+            else:
+                del self._failures[peer.name]
             pull.selection.on_settled(fetch)
             await pull.on_settled(download.blob, None)
         finally:
             await _cancelled(transfer)
             pull.traffic.from_peers += download.n_received
+
+    def _is_elsewhere(self, peer: Peer, blob: ChunkRef, took_s: float) -> bool:
+        """Return True if a peer of this site is so much slower than another, or than the store, that its label lies."""
+        self._speeds.append((peer.name, blob.n_bytes / max(took_s, 1e-6)))
+        if not peer.site or took_s < _ELSEWHERE_S:
+            return False
+        speeds = defaultdict[str, list[float]](list)
+        for source, speed in self._speeds:
+            speeds[source].append(speed)
+        return blob.n_bytes / took_s < _SLOW * max(map(statistics.median, speeds.values()))
 
     async def _receive(self, peer: Peer, download: Download) -> None:
         keep = partial(self._cache.store, download.blob, download.data)
@@ -360,7 +383,10 @@ class PeerSource:
         log.debug("blob_from_store", blob=fetch.digest, claimed=fetch.claim)
         # Without a claim of its own: another peer may have one.
         async with self._renewing_claim(fetch.digest) if fetch.claim else contextlib.nullcontext():
+            began = time.monotonic()
             error = await self._store.fetch_one(blob, pull.traffic)
+            if error is None:
+                self._speeds.append(("", blob.n_bytes / max(time.monotonic() - began, 1e-6)))
             await self._ignoring_outage(self._publish())  # before the claim expires
         if error is not None and fetch.claim:
             await self._ignoring_outage(self._directory.release_claim(fetch.digest))
@@ -371,7 +397,8 @@ class PeerSource:
         try:
             return await self._directory.claim(digest)
         except BusUnavailable:
-            return True
+            # Where the link of a site is cut, another of its workers may be fetching the blob.
+            return not self._directory.site
 
     @asynccontextmanager
     async def _renewing_claim(self, digest: str) -> AsyncIterator[None]:

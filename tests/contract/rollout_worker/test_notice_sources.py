@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from rlboost.services.rollout_worker.adapters.preemption import Aws, Azure, Google, Metadata, NoticeFile
+from rlboost.services.rollout_worker.adapters.preemption import Aws, Azure, Google, Metadata, NoticeFile, site_of
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.ports import NoticeSource
 from rlboost.shared.errors import ConfigError, Retryable
@@ -101,6 +101,19 @@ async def test_cloud_is_detected_only_on_its_machines(cloud: FakeMetadata, clien
     source_of(cloud, clients)
     found = [name for name, source in clients[0].sources.items() if await source.is_available()]
     assert found == [cloud.cloud]
+
+
+async def test_site_is_the_region_of_the_cloud_only_if_asked_for(cloud: FakeMetadata, clients: list[Client]) -> None:
+    source_of(cloud, clients)
+    regions = {"aws": "eu-west-1", "gcp": "us-central1", "azure": "westeurope"}
+    metadata = clients[0].metadata
+    assert await site_of("auto", metadata) == regions[cloud.cloud]
+    cloud.garbage = b"<html>sign in to this network</html>"
+    with pytest.raises(
+        ConfigError, match="RLBOOST_WORKER_SITE is auto, and no cloud's metadata service names a region"
+    ):
+        await site_of("auto", metadata, limit_s=0.5)
+    assert [await site_of(setting, metadata) for setting in ("", "office-2")] == ["", "office-2"]
 
 
 @pytest.mark.parametrize("body", [b"<html>sign in to this network</html>", b"\xff\xfe\x00", b""], ids=repr)

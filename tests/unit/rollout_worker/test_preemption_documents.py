@@ -16,11 +16,14 @@ from rlboost.services.rollout_worker.domain.preemption import (
     SourceBackoff,
     aws_notice,
     aws_rebalance_recommendation,
+    aws_region,
     aws_token,
     azure_machine,
     azure_notice,
+    azure_region,
     file_notice,
     gcp_notice,
+    gcp_region,
 )
 from rlboost.shared.errors import Retryable
 
@@ -111,6 +114,12 @@ def test_azure_metadata_gives_the_machine_name() -> None:
     assert azure_machine('{"azEnvironment": "AzurePublicCloud", "name": "spot_7", "vmId": "x"}') == "spot_7"
 
 
+def test_each_cloud_names_the_region() -> None:
+    assert aws_region("eu-west-1\n") == "eu-west-1"
+    assert gcp_region("projects/12/zones/us-central1-a") == "us-central1"
+    assert azure_region('{"azEnvironment": "AzurePublicCloud", "name": "a", "location": "westeurope"}') == "westeurope"
+
+
 @pytest.mark.parametrize(
     ("content", "lead_s"), [("", None), ("30\n", 30.0), ("0", 0.0), ("-1", None), ("nan", None), ("bye", None)]
 )
@@ -125,6 +134,9 @@ readers = st.sampled_from(
         aws_token,
         gcp_notice,
         azure_machine,
+        aws_region,
+        azure_region,
+        gcp_region,
         lambda body: azure_notice(body, "spot_7", NOW_S),
     ]
 )
