@@ -46,7 +46,7 @@ def test_deadline_of_a_job_whose_steps_are_not_measured_is_refused(seeding: str)
     deadline = "{finish_by: 2100-01-01T00:00:00Z, seeding: %s}"
     with pytest.raises(ConfigError, match=r"elastic\.finish_by needs elastic\.seeding: auto"):
         parse(spec(deadline % seeding))
-    assert parse(spec(deadline % "auto")).elastic.finish_by is not None
+    assert parse(spec(deadline % "auto")).elastic.seeding == "auto"
 
 
 def test_an_adapter_needs_no_section() -> None:
