@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,8 @@ log = structlog.get_logger(__name__)
 # --- Traces of samples, from the streams' messages and the times of their entries: a fold without I/O -----------------
 # A trace begins when the manager accepts the sample's request, and ends when weights that were trained on it are
 # committed; for an evaluation when it has its reward, for a client's request and a later turn of a conversation when it
-# is delivered, for a dropped sample when it is dropped. The end of a job ends all its traces.
+# is delivered, for a dropped sample when it is dropped. The end of a job ends all its traces. A scored conversation
+# has a trace of its own, whole in its `sample_scored`.
 
 
 MAX_SAMPLES = 200_000
@@ -54,6 +56,8 @@ _MAX_UNASSIGNED = 64
 """The newest events of a worker that are remembered."""
 _COMPLETE = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 _ENDS = {**_COMPLETE, FINISH_RELEASED: "migrated"}
+_CALLED = re.compile(r'\{"name": "([^"]+)"')
+"""The tool's name in a published call, whose text may be cut."""
 _FAILED = "failed"
 _ERRORS = ("lost", "invalid", _FAILED)
 """Ends of an attempt that are errors: the worker was lost, sent invalid tokens, or its engine failed."""
@@ -91,8 +95,10 @@ class _Sample:
     job_id: str
     id: SampleId
     ends_at_delivery: bool
-    """No `sample_scored` names it: a client's request, or a later turn of a conversation."""
+    """No `sample_scored` names it: a client's request, a session's turn, or a later one of another conversation."""
     requested_at: float
+    session: int = 0
+    """The agent's session that it is a turn of; 0 for none."""
     attempts: list[_Attempt] = field(default_factory=list)
     closed_at: float | None = None
     scored_at: float | None = None
@@ -165,7 +171,7 @@ class SampleTraces:
 
     def _take_event(self, kind: str, fields: Mapping[str, Any], at: float, job_id: str) -> list[Span]:
         if kind == "sample_scored":
-            return self._score(fields, at)
+            return [*_conversation(fields, job_id), *self._score(fields, at)]
         if kind == "job_state_changed" and fields["state"] in ENDED:
             return self._end_job(job_id, at)
         if kind == "samples_unassigned":
@@ -178,8 +184,8 @@ class SampleTraces:
         for sample_id in range(request.group, request.group + request.n):
             if sample_id not in self._samples:
                 # The trainer prefers a worker for later turns only: the one that has the conversation in its cache.
-                is_turn = bool(request.preferred_worker)
-                sample = _Sample(request.job_id, SampleId.unpack(sample_id), is_served(sample_id) or is_turn, at)
+                ends = is_served(sample_id) or bool(request.preferred_worker or request.session)
+                sample = _Sample(request.job_id, SampleId.unpack(sample_id), ends, at, request.session)
                 self._samples[sample_id] = sample
                 self._by_name[str(sample.id)] = sample_id
         while len(self._samples) > MAX_SAMPLES:
@@ -277,6 +283,8 @@ class SampleTraces:
             "rlboost.attempts": len(sample.attempts),
             "rlboost.tokens": last.n_tokens if last else 0,
         }
+        if sample.session:
+            attributes["rlboost.session"] = str(SampleId.unpack(sample.session))
         if sample.reward is not None:
             attributes["rlboost.reward"] = sample.reward
         if not sample.is_generated and not sample.is_served:
@@ -317,6 +325,44 @@ class SampleTraces:
         return next(
             (cause for at, cause in self._unassigned.get(attempt.worker, ()) if at >= attempt.began_at), default
         )
+
+
+def _conversation(fields: Mapping[str, Any], job_id: str) -> Iterator[Span]:
+    """Yield the trace of a scored conversation: what of its time was the model's, and what was not."""
+    turns = [message for message in fields.get("messages", ()) if message.get("time")]
+    if not turns:
+        return
+    began, until, called = fields["began_at"], 0.0, ""
+    children: list[Span] = []
+    for turn in sorted(turns, key=lambda turn: turn["time"]):
+        start, end = turn["time"]
+        if start > until:
+            children.append(_outside(began + until, began + start, called))
+        made = {
+            "rlboost.tokens": sum(n for _, _, n in turn["spans"]),
+            "rlboost.workers": ", ".join(dict.fromkeys(worker for worker, _, _ in turn["spans"])),
+            "rlboost.versions": ", ".join(dict.fromkeys(str(version) for _, version, _ in turn["spans"])),
+        }
+        called = ", ".join(found[1] for call in turn["tool_calls"] if (found := _CALLED.match(call)))
+        children.append(Span("turn", began + start, began + end, made | ({"rlboost.tools": called} if called else {})))
+        until = max(until, end)
+    if fields["duration_s"] > until:
+        children.append(_outside(began + until, began + fields["duration_s"], called))
+    attributes = {
+        "rlboost.job": job_id,
+        "rlboost.sample": fields["sample"],
+        "rlboost.step": fields["step"],
+        "rlboost.turns": len(turns),
+        "rlboost.outside_s": fields["outside_s"],
+    }
+    if fields["reward"] is not None:
+        attributes["rlboost.reward"] = fields["reward"]
+    error = "" if fields["reward"] is not None else fields["reason"] or "no reward"
+    yield Span("conversation", began, max(child.end for child in children), attributes, error, tuple(children))
+
+
+def _outside(start: float, end: float, called: str) -> Span:
+    return Span("outside", start, end, {"rlboost.tools": called} if called else {})
 
 
 # --- Sends traces to an OpenTelemetry collector over OTLP/HTTP. `OTEL_*` in the environment configure it --------------

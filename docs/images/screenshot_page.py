@@ -1,4 +1,4 @@
-"""Draw the web page during a Countdown job of 45 steps that loses a worker: `web-page.png`, and its top `job.png`.
+"""Draw the web page during the recipe `tools`, which loses workers: `web-page.png`, and its top `job.png`.
 
 make screenshots
 """
@@ -7,47 +7,77 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
-import yaml
 from playwright.sync_api import FloatRect, sync_playwright
 
-from tests.support.black_box import ROOT, black_box
+from rlboost.jobs import new_folder
+from rlboost.jobs.file import resolved
+from rlboost.shared.job.file import load
+from tests.support.black_box import ROOT, BlackBox, black_box
 
+PREEMPTIONS = {8: ("worker-1", signal.SIGKILL), 16: ("worker-2", signal.SIGTERM), 25: ("worker-3", signal.SIGKILL)}
+"""By step: a worker that generates then, and SIGTERM for one with notice."""
+DRAWN_AT = 34
+"""Step of the recipe's 40 after which the page is drawn."""
 PAGE_OPEN_MS = 5_000
 """Until then it has drawn all that has happened."""
-WIDTH, HEIGHT = 1180, 2430
-TOP = 1228
-"""Height of the part with the curves and the workers over time."""
+WIDTH, HEIGHT, MARGIN = 1180, 2890, 14
 
 
 def main() -> None:
-    """Run the job and draw the page shortly before its end."""
-    spec = {**yaml.safe_load((ROOT / "examples/countdown/job.yaml").read_text()), "steps": 45}
-    spec["elastic"]["seeding"] = "auto"
+    """Run the recipe's job as it is, and draw the page shortly before its end."""
     os.environ["RLBOOST_TRAINER_PRICE_PER_HOUR"] = "12"  # a reserved machine, and spot workers at a fraction of it
     os.environ["RLBOOST_WORKER_PRICE_PER_HOUR"] = "0.8"
-    with tempfile.TemporaryDirectory() as folder, black_box(Path(folder) / "state", workers=3) as box:
-        job_id = box.submit(spec)
-        box.until_step(job_id, 14, within_s=600)
-        box.until(lambda: all(worker["running"] > 2 for worker in box.get("/v1/workers")), "samples on all workers", 60)
-        time.sleep(1)  # they have generated tokens that a migration preserves
-        box.kill("preemptible")
-        box.until_step(job_id, 20, within_s=600)
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
-            page.goto(f"{box.url}/#token={box.token}")
-            page.locator("#jobs a").first.click()
-            page.select_option("#span", "120")
-            page.locator("#samples mark").first.wait_for()
-            page.wait_for_timeout(PAGE_OPEN_MS)
-            page.screenshot(path=Path(__file__).parent / "web-page.png")
-            clip = FloatRect(x=0, y=0, width=WIDTH, height=TOP)
-            page.screenshot(path=Path(__file__).parent / "job.png", clip=clip)
-            browser.close()
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "tools"
+        new_folder.make(folder, recipe="tools")
+        os.chdir(folder)
+        os.environ["RLBOOST_TRAINER_FOLDERS"] = str(folder)
+        os.environ["PYTHONPATH"] = f"{folder}:{ROOT}"  # of the processes, which import the environment
+        subprocess.run([sys.executable, "prepare.py"], check=True)
+        job = resolved("job.yaml", load("job.yaml"))
+        with black_box(folder / ".rlboost", workers=3) as box:
+            job_id = box.submit(job)
+            for step, (worker, number) in PREEMPTIONS.items():
+                box.until_step(job_id, step, within_s=900)
+                preempt(box, worker, number)
+            box.until_step(job_id, DRAWN_AT, within_s=900)
+            draw(box)
+
+
+def preempt(box: BlackBox, name: str, number: signal.Signals) -> None:
+    """Send a signal to a worker that is generating."""
+    box.until(lambda: any(is_busy(worker, name) for worker in box.get("/v1/workers")), f"samples on {name}")
+    (pid,) = (process["pid"] for process in box.processes("preemptible") if process["name"] == name)
+    os.kill(pid, number)
+
+
+def is_busy(worker: dict[str, Any], name: str) -> bool:
+    """Return True if a worker has this name and samples."""
+    return bool(worker["id"].startswith(f"{name}-") and worker["running"] > 2)
+
+
+def draw(box: BlackBox) -> None:
+    """Write the two pictures."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        page.goto(f"{box.url}/#token={box.token}")
+        page.locator("#jobs a").first.click()
+        page.locator("#samples .turns").first.wait_for()
+        page.wait_for_timeout(PAGE_OPEN_MS)
+        page.screenshot(path=Path(__file__).parent / "web-page.png")
+        workers = page.locator("section", has=page.locator("#speeds")).bounding_box()
+        assert workers is not None, "the workers over time are drawn"
+        top = FloatRect(x=0, y=0, width=WIDTH, height=workers["y"] + workers["height"] + MARGIN)
+        page.screenshot(path=Path(__file__).parent / "job.png", clip=top)
+        browser.close()
 
 
 if __name__ == "__main__":

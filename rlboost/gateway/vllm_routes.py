@@ -25,6 +25,11 @@ _NCCL = (
     'path, as {"update_info": {"path": "/folder"}} or {"weight_dir": "/folder"}; TRL does so with '
     "weight_transfer=rlboost.trl.WeightTransfer(url), and trainers with vLLM's engines with rlboost.vllm.TrainerInit"
 )
+_OWN_WORKERS = (
+    "workers run no code of a trainer's own inside of vLLM, which SkyRL's deltas of checkpoints need: write whole "
+    "weights to a folder that this machine reads, and send its path to /update_weights, as "
+    '{"update_info": {"path": "/folder"}}'
+)
 
 
 # --- bodies ---
@@ -32,6 +37,8 @@ _NCCL = (
 
 class _UpdateInfo(BaseModel):
     path: str | None = None
+    uri: str | None = None
+    """Of SkyRL's deltas, in a format of its own."""
 
 
 class Update(BaseModel):
@@ -238,6 +245,8 @@ def _add_weights(app: FastAPI, gateway: Gateway) -> None:  # noqa: C901 - a tabl
     @app.post("/update_weights")
     async def update(request: Request) -> dict[str, Any]:
         update = await given(request, Update)
+        if update.update_info.uri:
+            raise Refused(501, f"update_info.uri: {_OWN_WORKERS}")
         if not update.folder:
             raise Refused(501, _NCCL)
         version, n_serving = await gateway.update(update.folder, update.label)
@@ -252,6 +261,11 @@ def _add_weights(app: FastAPI, gateway: Gateway) -> None:  # noqa: C901 - a tabl
         if label := (await given(request, Update)).label:
             gateway.name(label)
         return {"message": "Weight update finished"}
+
+    @app.post("/fetch_weights")
+    @app.post("/collective_rpc")
+    async def own_workers(request: Request) -> None:
+        raise Refused(501, f"{request.url.path}: {_OWN_WORKERS}")
 
     @app.post("/start_weight_update")
     @app.post("/shutdown_weight_transfer_engine")

@@ -206,6 +206,10 @@ class PricedModel:
                 raise ConfigError(f"PricedModel: {field} is {value!r}: give a finite number, {least}")
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"PricedModel: url is {self.url!r}, not of the form https://host/v1")
+        if self.url.rstrip("/").endswith("/completions"):
+            raise ConfigError(f"PricedModel: url is {self.url!r}: give it up to /v1, without the route")
+        if not self.model:
+            raise ConfigError("PricedModel: model is empty: give the name that the server knows it by")
         if self.api_key_variable and not os.environ.get(self.api_key_variable):
             raise ConfigError(f"PricedModel: {self.api_key_variable} is not set: set it where the trainer runs")
 

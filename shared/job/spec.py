@@ -248,6 +248,15 @@ class RlJob(_TrainingJob, _RewardedJob):
         return self
 
     @model_validator(mode="after")
+    def _measures_steps_for_a_deadline(self) -> Self:
+        if self.elastic.finish_by is not None and self.elastic.seeding != "auto":
+            raise ValueError(
+                "elastic.finish_by needs elastic.seeding: auto, which measures what workers shorten a step by: remove "
+                f"elastic.seeding: {self.elastic.seeding}, or the deadline"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fixes_the_version_of_each_token(self) -> Self:
         if self.trainer.deterministic and self.elastic.max_staleness:
             raise ValueError(

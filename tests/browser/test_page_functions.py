@@ -86,6 +86,28 @@ def test_each_held_out_set_has_a_curve(files: Page) -> None:
     assert call(files, "facts.js", "m.evaluations(a[0])", rows[1:2]) == [{"name": "eval/pass@1", "points": []}]
 
 
+def test_preemptions_are_marked_in_their_steps_of_a_curve(files: Page) -> None:
+    preempted = [
+        {"step": 2, "worker": "w-1", "noticed": False},
+        {"step": 2, "worker": "w-2", "noticed": True},
+        {"step": 9, "worker": "w-1", "noticed": True},  # the curve does not have the step
+    ]
+    marks = files.evaluate(
+        """async (preempted) => {
+          const { lineChart } = await import("/charts.js");
+          const box = document.createElement("div");
+          lineChart(box, { name: "reward/mean", points: [[1, 0.1], [2, 0.9], [3, 1]] }, "blue", undefined, preempted);
+          return [...box.querySelectorAll("svg > text")].filter((one) => one.querySelector("title"))
+            .map((one) => [one.firstChild.textContent, one.textContent.slice(1)]);
+        }""",
+        preempted,
+    )
+    assert marks == [
+        ["✕", "step 2: w-1 preempted without notice"],
+        ["▼", "step 2: w-2 preempted with notice"],
+    ]
+
+
 def test_completion_parts_of_a_cut_completion_keep_their_workers(files: Page) -> None:
     sample = {
         "completion": "aaabb\n[4 characters cut]\nbcccc",

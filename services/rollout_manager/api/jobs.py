@@ -186,12 +186,6 @@ def _check_deadline(spec: AnyJob, settings: Settings) -> None:
         raise Problem(409, "No pools", detail)
     if finish_by.timestamp() <= time.time():
         raise Problem(422, "Deadline over", f"elastic.finish_by: {finish_by.isoformat()} is over: give a later time")
-    if spec.elastic.seeding != "auto":
-        detail = (
-            "elastic.finish_by needs elastic.seeding: auto, which measures what workers shorten a step by: remove "
-            f"elastic.seeding: {spec.elastic.seeding}, or the deadline"
-        )
-        raise Problem(422, "Deadline without measurements", detail)
 
 
 @ROUTES("GET", "/jobs", "read", "jobs")

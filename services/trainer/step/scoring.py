@@ -125,14 +125,18 @@ def logged_samples(tally: StepTally, data: Data, n: int) -> list[LoggedSample]:
 def conversation_fields(
     conversation: Conversation, data: Data, start: bytes = b"", tools: Tools = ()
 ) -> dict[str, Any]:
-    """Return the number of turns, how many seconds they took, and `messages_of`, each text cut in its middle."""
+    """Return the number of turns, when they began (Unix seconds), how many seconds they took, and `messages_of`.
+
+    Each text is cut in its middle.
+    """
     messages = messages_of(conversation, data.decode, data.call_style, start, tools)
     limit = max(_MESSAGE_CHARS, _TEXT_CHARS // len(messages))
     for message in messages:
         message["content"] = _without_middle(message["content"], limit)
         if "tool_calls" in message:
             message["tool_calls"] = [_without_middle(call, limit) for call in message["tool_calls"]]
-    times = {"duration_s": round(conversation.lifetime.seconds, 3), "outside_s": round(conversation.outside_s, 3)}
+    times = {"began_at": round(conversation.lifetime.start, 3)}
+    times |= {"duration_s": round(conversation.lifetime.seconds, 3), "outside_s": round(conversation.outside_s, 3)}
     return {"turns": len(conversation.turns), **times, "messages": messages}
 
 

@@ -6,9 +6,11 @@ import { duration, number, otherTime, PARTS, STATE_COLORS } from "./facts.js";
 const ROW = 20;
 const STEPS_SHOWN = 100;
 const MANY = 12; // workers: more have no legend
+const PREEMPTION_MARKS = "▼ ✕ preemption with, without notice";
 
-// Draw a curve, and points of a second one on the same axes if there is one; each is {name, points: [step, value]}.
-export function lineChart(box, { name, points }, paint = "blue", dots = { points: [] }) {
+// Draw a curve, and points of a second one on the same axes if there is one; each is {name, points: [step, value]}. Next
+// to the curve are the preemptions in each of its steps.
+export function lineChart(box, { name, points }, paint = "blue", dots = { points: [] }, preempted = []) {
   if (!points.length && dots.points.length) return lineChart(box, dots, "green");
   if (!points.length) return empty(box, "No values yet.");
   const width = widthOf(box), height = 150, left = 46, right = 12, top = 16, bottom = 20;
@@ -28,6 +30,10 @@ export function lineChart(box, { name, points }, paint = "blue", dots = { points
     chart.append(titled(svg("circle", { cx: x(step), cy: y(value), r: 3.5, style: { fill: color("green") } }),
       `${dots.name} ${number(value)} at step ${step}`));
   }
+  for (const [step, value] of points) {
+    const up = y(value) > height / 2;
+    markPreemptions(chart, preempted, step, x(step), y(value) + (up ? -6 : 18), up);
+  }
   const dot = svg("circle", { r: 3.5, style: { fill: color(paint) } });
   const label = text(0, 11, "", "end");
   label.setAttribute("class", "value");
@@ -44,7 +50,9 @@ export function lineChart(box, { name, points }, paint = "blue", dots = { points
     select(points.reduce((best, point) => (Math.abs(x(point[0]) - at) < Math.abs(x(best[0]) - at) ? point : best)));
   });
   chart.addEventListener("pointerleave", () => select(points.at(-1)));
-  box.replaceChildren(chart, ...(dots.points.length ? [legend([[name, paint], [dots.name, "green"]])] : []));
+  const names = dots.points.length ? [[name, paint], [dots.name, "green"]] : [];
+  const marked = preempted.length ? PREEMPTION_MARKS : "";
+  box.replaceChildren(chart, ...(names.length || marked ? [legend(names, marked)] : []));
 }
 
 // Draw the newest steps as bars of their parts, with the preemptions in each; `select` is called with the step under
@@ -67,15 +75,13 @@ export function stepBars(box, rows, preempted, select) {
       chart.append(bar(x, y(below + seconds), slot - gap, y(below) - y(below + seconds), paint, `step ${step}: ${label} ${duration(seconds)}`));
       below += seconds;
     }
-    preempted.filter((one) => one.step === step).forEach(({ worker, noticed }, n) => chart.append(mark(
-      x + slot / 2, y(row["time/step_s"]) - 4 - 12 * n, noticed ? "▼" : "✕",
-      `step ${step}: ${worker} preempted ${noticed ? "with" : "without"} notice`)));
+    markPreemptions(chart, preempted, step, x + slot / 2, y(row["time/step_s"]) - 4);
   });
   const every = Math.ceil(timed.length / Math.max(1, Math.floor((width - left) / 44)));
   timed.forEach((row, i) => i % every || chart.append(text(left + (i + 0.5) * slot, height - 5, row.step + 1, "middle")));
   const at = (i) => select(timed[Math.max(0, Math.min(timed.length - 1, i))].step + 1);
   chart.addEventListener("pointermove", (event) => at(Math.floor((event.offsetX * (width / widthOf(box)) - left) / slot)));
-  box.replaceChildren(chart, legend([...PARTS.map(([, label, paint]) => [label, paint]), ["other", "line"]], "▼ ✕ preemption with, without notice"));
+  box.replaceChildren(chart, legend([...PARTS.map(([, label, paint]) => [label, paint]), ["other", "line"]], PREEMPTION_MARKS));
 }
 
 // Draw the workers' lives and the moves between them; return when the chart begins, null if it is empty.
@@ -135,6 +141,12 @@ export function areas(box, points, from, now) {
   });
   box.replaceChildren(el("p", { class: "muted" }, "Tokens/s by worker"), chart,
     ...(names.length <= MANY ? [legend(names.map((name, n) => [name, PAINTS[n % PAINTS.length]]))] : []));
+}
+
+// Mark the preemptions in a step, from `y` up, or down.
+function markPreemptions(chart, preempted, step, x, y, up = true) {
+  preempted.filter((one) => one.step === step).forEach(({ worker, noticed }, n) => chart.append(mark(
+    x, up ? y - 12 * n : y + 12 * n, noticed ? "▼" : "✕", `step ${step}: ${worker} preempted ${noticed ? "with" : "without"} notice`)));
 }
 
 function legend(items, marks = "") {

@@ -310,6 +310,8 @@ print(reset_once(Early, {}, 0)["raised"])
     ("change", "text"),
     [
         ({"url": "host/v1"}, "url is 'host/v1', not of the form"),
+        ({"url": "http://h/v1/chat/completions/"}, "give it up to /v1"),
+        ({"model": ""}, "model is empty"),
         ({"budget": 0}, "budget is 0: give a finite number, above 0"),
         ({"input_price": float("nan")}, "input_price is nan: give a finite number, 0 or more"),
         ({"api_key_variable": "NOT_SET_HERE"}, "NOT_SET_HERE is not set"),

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
 from rlboost import tracing
 from rlboost.tracing import OtlpTraces, Span
@@ -61,3 +63,24 @@ def test_service_name_is_that_of_the_environment(
     traces, exporter, _ = sender(monkeypatch, 1)
     traces.send(TRACES[:1])
     assert exporter.batches[0][0].resource.attributes["service.name"] == named
+
+
+def test_conversation_is_one_trace_whose_turns_are_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = InMemorySpanExporter()
+    monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda: exporter)
+    turns = (Span("turn", 1.0, 1.5, {"rlboost.tools": "add"}), Span("outside", 1.5, 2.0), Span("turn", 2.0, 2.25))
+    trace = Span("conversation", 1.0, 2.25, {"rlboost.turns": 2}, "no reward", turns)
+    assert OtlpTraces(asyncio.Event()).send([trace]) == 0
+    root = next(span for span in exporter.get_finished_spans() if span.parent is None)
+    assert root.context is not None
+    assert (root.name, root.status.status_code, root.status.description) == (
+        "conversation",
+        StatusCode.ERROR,
+        "no reward",
+    )
+    below = [span for span in exporter.get_finished_spans() if span.parent is not None]
+    assert {span.parent and span.parent.span_id for span in below} == {root.context.span_id}
+    assert {span.context and span.context.trace_id for span in below} == {root.context.trace_id}
+    times = [(span.name, span.start_time, span.end_time) for span in below]
+    seconds = [("turn", 1.0, 1.5), ("outside", 1.5, 2.0), ("turn", 2.0, 2.25)]
+    assert times == [(name, int(start * 1e9), int(end * 1e9)) for name, start, end in seconds]

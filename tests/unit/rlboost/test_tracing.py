@@ -31,7 +31,7 @@ from rlboost.tracing import SampleTraces, Span, follow
 GROUP = SampleId(1, False, 4, 0, 0).pack()
 
 
-def admitted(group: int = GROUP, n: int = 1, preferred_worker: str = "") -> Admitted:
+def admitted(group: int = GROUP, n: int = 1, preferred_worker: str = "", session: int = 0) -> Admitted:
     request = GroupRequested(
         job_id="j",
         group=group,
@@ -41,6 +41,7 @@ def admitted(group: int = GROUP, n: int = 1, preferred_worker: str = "") -> Admi
         version=4,
         seed=0,
         preferred_worker=preferred_worker,
+        session=session,
     )
     return Admitted(request=request)
 
@@ -189,6 +190,65 @@ def test_later_turn_of_a_conversation_ends_with_its_delivery() -> None:
     (trace,) = taken(SampleTraces(), [admitted(turn, preferred_worker="a"), *generated(turn)])
     assert trace.children[-1].name == "deliver"
     assert not taken(SampleTraces(), [admitted(), *generated()])
+
+
+def test_turn_of_a_session_ends_with_its_delivery_and_names_the_session() -> None:
+    (trace,) = taken(SampleTraces(), [admitted(session=GROUP + 1), *generated()])
+    assert (trace.children[-1].name, trace.attributes["rlboost.session"]) == ("deliver", "1/4/0/1")
+
+
+def turn(start: float, end: float, *spans: list[object], calls: Sequence[str] = ()) -> dict[str, object]:
+    return {"role": "assistant", "content": "", "tool_calls": list(calls), "spans": list(spans), "time": [start, end]}
+
+
+def conversation(*turns: dict[str, object], reward: float | None = 0.5, **fields: object) -> Event:
+    answer = {"role": "environment", "content": "3", "reward": 0, "over": ""}
+    messages = [message for one in turns for message in (one, answer)]
+    times = {"turns": len(turns), "began_at": 100.0, "duration_s": 9.0, "outside_s": 4.0}
+    common = {"sample": "1/4/0/0", "step": 4, "reward": reward, "reason": ""}
+    return event("sample_scored", **common, **times, messages=messages, **fields)
+
+
+def test_trace_of_a_conversation_shows_turns_and_what_is_outside_the_model() -> None:
+    """Two turns overlap, as those of a sub-agent do; the text of a long call is cut, but not its tool's name."""
+    calls = ['{"name": "search", "arg\n[9 characters cut]\n"}', '{"name": "add", "arguments": {"a": {"name": "x"}}}']
+    scored_one = conversation(
+        turn(0.5, 3.0, ["a", 4, 5], ["b", 4, 2], calls=calls),
+        turn(2.0, 4.0, ["a", 4, 3], calls=["{broken"]),
+        turn(6.0, 8.0, ["a", 5, 1]),
+    )
+    (trace,) = taken(SampleTraces(), [scored_one])
+    assert (trace.name, trace.start, trace.end, trace.error) == ("conversation", 100.0, 109.0, "")
+    assert trace.attributes == {
+        "rlboost.job": "j",
+        "rlboost.sample": "1/4/0/0",
+        "rlboost.step": 4,
+        "rlboost.turns": 3,
+        "rlboost.outside_s": 4.0,
+        "rlboost.reward": 0.5,
+    }
+    assert parts(trace) == [
+        ("outside", 100.0, 100.5, ""),
+        ("turn", 100.5, 103.0, ""),
+        ("turn", 102.0, 104.0, ""),
+        ("outside", 104.0, 106.0, ""),
+        ("turn", 106.0, 108.0, ""),
+        ("outside", 108.0, 109.0, ""),
+    ]
+    made = {"rlboost.tokens": 7, "rlboost.workers": "a, b", "rlboost.versions": "4", "rlboost.tools": "search, add"}
+    assert trace.children[1].attributes == made
+
+
+def test_time_after_a_turn_names_the_tools_that_it_called() -> None:
+    called = turn(0.0, 1.0, ["a", 4, 5], calls=['{"name": "add", "arguments": {}}'])
+    (trace,) = taken(SampleTraces(), [conversation(called, turn(3.0, 9.0, ["a", 4, 5]))])
+    outside = [part.attributes for part in trace.children if part.name == "outside"]
+    assert outside == [{"rlboost.tools": "add"}]
+
+
+def test_conversation_without_a_reward_is_an_error() -> None:
+    (trace,) = taken(SampleTraces(), [conversation(turn(0.0, 1.0, ["a", 4, 5]), reward=None)])
+    assert (trace.error, "rlboost.reward" in trace.attributes) == ("no reward", False)
 
 
 def test_sample_that_is_closed_before_its_end_is_dropped() -> None:

@@ -361,16 +361,6 @@ async def test_job_with_a_deadline_that_cannot_work_is_refused(
     await system.http.aclose()
 
 
-@pytest.mark.parametrize("seeding", ["off", 30.0])
-async def test_deadline_of_a_job_whose_steps_are_not_measured_is_refused(seeding: str | float) -> None:
-    system = System(pools=[POOL])
-    assert await system.manager.try_lead()
-    elastic = {"finish_by": "2100-01-01T00:00:00Z", "seeding": seeding}
-    answer = await system.http.post("/jobs", json=job_file(elastic=elastic))
-    assert (answer.status_code, "elastic.seeding: auto" in answer.text) == (422, True)
-    await system.http.aclose()
-
-
 async def test_scale_without_pools_says_what_to_set() -> None:
     system = System(pools=[])
     await system.start()

@@ -41,6 +41,14 @@ def test_invalid_elastic_values_are_refused_by_name(wrong: str) -> None:
         parse(spec(wrong))
 
 
+@pytest.mark.parametrize("seeding", ["off", "30"])
+def test_deadline_of_a_job_whose_steps_are_not_measured_is_refused(seeding: str) -> None:
+    deadline = "{finish_by: 2100-01-01T00:00:00Z, seeding: %s}"
+    with pytest.raises(ConfigError, match=r"elastic\.finish_by needs elastic\.seeding: auto"):
+        parse(spec(deadline % seeding))
+    assert parse(spec(deadline % "auto")).elastic.seeding == "auto"
+
+
 def test_an_adapter_needs_no_section() -> None:
     assert parse(spec("{}")).adapter is None
     assert parse(spec("{weights: lora}")).adapter == LoraSpec(base_model_name_or_path="m")

@@ -16,9 +16,10 @@ from rlboost.services.trainer.step import scoring
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Message, Step
 from rlboost.shared.job.spec import parse
-from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, TurnAnswered
+from rlboost.shared.messages import Event, GroupRequested, SampleDropped, SampleFinished, TurnAnswered
 from rlboost.shared.streams import names
 from rlboost.shared.wire import F32, I32, U8, ints, length
+from rlboost.tracing import SampleTraces
 from tests.support.conversation_rig import GAME, TURNS, ConversationRig, Echo, done
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer
@@ -63,6 +64,17 @@ async def test_a_conversation_is_one_row_in_which_only_the_models_tokens_are_tra
         assert (request.n, request.preferred_worker) == (1, "w-1")
     assert sum(environments.held for environments in rig.environments) == 0
     assert rig.environments[0].closed
+
+
+async def test_scored_conversations_are_traced_turn_by_turn(tmp_path: Path) -> None:
+    rig = await played(ConversationRig(tmp_path, steps=1, algorithm={"group_size": 2}))
+    for sample in await rig.samples():
+        scored = Event(kind="sample_scored", at=0.0, source="trainer", fields=sample)
+        (trace,) = SampleTraces().take(scored, 0.0, JOB)
+        turns = [part for part in trace.children if part.name == "turn"]
+        assert len(turns) == trace.attributes["rlboost.turns"] == sample["turns"]
+        assert sum(int(part.attributes["rlboost.tokens"]) for part in turns) == sample["n_tokens"]
+        assert 0 < trace.start == sample["began_at"] <= trace.end
 
 
 class Priced(Echo):
