@@ -10,6 +10,7 @@ from functools import partial
 import structlog
 
 from rlboost.services.rollout_manager.access import RedisWorkerUsers, WorkerIdentities
+from rlboost.services.rollout_manager.adapters.aws import Aws
 from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
 from rlboost.services.rollout_manager.adapters.providers import Kubernetes, ShellCommand
 from rlboost.services.rollout_manager.adapters.text import TextProcesses, load_model_files
@@ -96,13 +97,17 @@ async def _check_durability(bus: RedisBus, config: Settings) -> None:
 def _providers(config: Settings) -> dict[str, FleetProvider]:
     """Return what starts the workers of each kind."""
     found: dict[str, FleetProvider] = {}
+    machines = {pool.kind: pool.aws for pool in config.pools if pool.aws and config.provider_of(pool) == "aws"}
+    aws = Aws(machines, config.aws_system, config.aws_user_data) if machines else None
     for pool in config.pools:
         match config.provider_of(pool):
             case "command":
                 found[pool.kind] = ShellCommand(pool.command or config.provider_command)
             case "kubernetes":
                 found[pool.kind] = Kubernetes.of_pod(config.kubernetes_namespace)
-            case "none":
+            case "aws" if aws is not None:
+                found[pool.kind] = aws
+            case _:
                 pass
     return found
 

@@ -19,7 +19,7 @@ from rlboost.services.rollout_manager.domain.allocation import (
     workers_to_request,
 )
 from rlboost.services.rollout_manager.domain.effects import Effect, Now, Send
-from rlboost.services.rollout_manager.domain.offers import Offer, OfferBook
+from rlboost.services.rollout_manager.domain.offers import Offer, OfferBook, present_workers
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
@@ -105,7 +105,8 @@ def _send(world: World, credentials: Mapping[str, str]) -> list[Effect]:
 #
 # Keeps the spot workers at the number and the mix that autoscaling decides, and the fleet's cost below its limit.
 #
-# Consumes: the fleet and the jobs of the manager's world, the operator's number, and the price file as it changes.
+# Consumes: the fleet and the jobs of the manager's world, the operator's number, the price file as it changes, and
+#     prices of providers, for kinds that have none in the settings.
 # Produces: targets, by which the manager's next turn drains surplus workers; requests to the providers, which are
 #     repeated every `REPEAT_S`, since a provider's number may be changed by others.
 # Waits for: the next second; in `run_requests`, the providers, each on its own, which limit their own calls.
@@ -114,6 +115,7 @@ def _send(world: World, credentials: Mapping[str, str]) -> list[Effect]:
 
 CHECK_EVERY_S = 1.0
 REPEAT_S = 60.0
+PRICE_EVERY_S = 300.0
 AUTO = "auto"
 _FIELD = "workers"
 
@@ -124,6 +126,15 @@ class _Request:
 
     workers: int
     at: float
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Price:
+    """What a provider told of the price of one kind."""
+
+    dollars_per_hour: float | None = None
+    ask_at: float = float("-inf")
     error: str = ""
 
 
@@ -154,6 +165,10 @@ class FleetScaler:
         self._requests: dict[str, _Request] = {}
         self._prices_at: float | None = None
         """When the price file was written that the world has the prices of; None: unknown."""
+        self._listed = settings.prices
+        """Prices of the settings."""
+        self._followed: dict[str, _Price] = {}
+        """Kinds without one -> the price that their provider told."""
 
     @property
     def has_pools(self) -> bool:
@@ -164,8 +179,10 @@ class FleetScaler:
         """Return the fields of the REST API."""
         fleet = self._manager.world.fleet.workers.values()
         scaler = self._autoscaler
-        errors = {kind: request.error or None for kind, request in self._requests.items()}
+        errors = {kind: price.error for kind, price in self._followed.items()}
+        errors |= {kind: request.error for kind, request in self._requests.items() if request.error}
         pools = zip(self._book.pools, self._offers, strict=True)
+        present = present_workers(self._manager.world.fleet, self._book.records)
         return {
             "workers": AUTO if self._fixed is None else self._fixed,
             "limited_by": scaler.limited_by,
@@ -174,16 +191,16 @@ class FleetScaler:
             "max_dollars_per_hour": scaler.max_dollars_per_hour,
             "pools": [
                 {
-                    **pool.model_dump(exclude={"command"}),
+                    **pool.model_dump(exclude={"command", "aws"}),
                     "price_per_hour": offer.price_per_hour,
                     "tokens_per_s": self._book.tokens_per_s_of(pool),
                     "preemptions_per_hour": self._book.preemptions_per_s(pool) * HOUR_S,
                     "availability": offer.availability,
                     "dollars_per_million_tokens": self._book.dollars_per_million_tokens(pool, offer),
-                    "present": offer.n_present,
+                    "present": present[pool.kind],
                     "target": scaler.targets.get(pool.kind),
                     "closed": offer.closed or None,
-                    "error": errors.get(pool.kind),
+                    "error": errors.get(pool.kind) or None,
                 }
                 for pool, offer in pools
             ],
@@ -213,8 +230,10 @@ class FleetScaler:
             text = await self._bus.hash_get(names.FLEET_SCALE, _FIELD)
             self._fixed = int(text) if text and text != AUTO else None
             self._autoscaler, self._book, self._world = self._new_autoscaler(), OfferBook(self._settings.pools), world
-            self._prices_at = None  # its prices are those of the manager's start
+            self._prices_at, self._followed = None, {}  # its prices are those of the manager's start
         self._read_changed_prices()
+        unpriced = [kind for kind in self._unlisted() if self._price_of(kind).dollars_per_hour is None]
+        self._book.unpriced = unpriced
         scaler = self._autoscaler
         before = dict(scaler.targets)
         self._book.observe(world.fleet, {k: r.workers for k, r in self._requests.items() if not r.error}, now.mono)
@@ -243,9 +262,37 @@ class FleetScaler:
         except ConfigError as error:
             log.warning("price_file_unusable", error=str(error), uses="the prices before")
             return
+        self._listed = prices
+        self._use_prices()
+
+    def _use_prices(self) -> None:
+        """Have the manager's next turn use the prices of the settings and of the providers, if they changed."""
+        told = {kind: price.dollars_per_hour for kind, price in self._followed.items() if kind not in self._listed}
+        prices = self._listed | {kind: price for kind, price in told.items() if price is not None}
         if prices != self._manager.world.fleet.prices:
             log.info("prices_changed", prices=prices)
             self._manager.at_next_turn(lambda world, _: world.fleet.set_prices(prices))
+
+    def _unlisted(self) -> list[str]:
+        """Return the kinds whose price the provider tells."""
+        pools = (pool for pool in self._book.pools if self._settings.provider_of(pool) == "aws")
+        return [pool.kind for pool in pools if pool.kind not in self._listed]
+
+    def _price_of(self, kind: str) -> _Price:
+        return self._followed.setdefault(kind, _Price())
+
+    async def _follow_price(self, kind: str, now: float) -> None:
+        """Ask the provider for the price of a kind, if that is due; the last one counts until the next."""
+        if self._world is None or kind not in self._unlisted() or now < (price := self._price_of(kind)).ask_at:
+            return
+        price.ask_at = now + PRICE_EVERY_S
+        try:
+            price.dollars_per_hour, price.error = await self._providers[kind].price(kind), ""
+        except ProviderFailed as error:
+            price.error = str(error)
+            price.ask_at = now + (REPEAT_S if price.dollars_per_hour is None else PRICE_EVERY_S)
+            log.warning("price_unknown", worker_kind=kind, error=price.error, uses=price.dollars_per_hour)
+        self._use_prices()
 
     async def run_requests(self, stop: asyncio.Event) -> None:
         """Request workers from the providers until the stop; one that does not answer delays no other."""
@@ -256,11 +303,13 @@ class FleetScaler:
 
     async def _run_requests_of(self, kind: str, stop: asyncio.Event) -> None:
         while not await until_stop(stop, CHECK_EVERY_S):
+            await self._follow_price(kind, time.monotonic())
             await self._request(kind, time.monotonic())
 
     async def request_once(self, now: float) -> None:
         """Make the requests that are due."""
         for kind in self._providers:
+            await self._follow_price(kind, now)
             await self._request(kind, now)
 
     async def _request(self, kind: str, now: float) -> None:
@@ -274,7 +323,7 @@ class FleetScaler:
         workers = workers_to_request(target, last.workers if last else None, present)
         record = self._book.records[kind]
         if last is not None and last.error:
-            is_due = now >= record.retry_at
+            is_due = now >= record.retry_at or workers < min(last.workers, record.n_workers)
         else:
             is_due = last is None or workers != last.workers or now - last.at >= REPEAT_S
         if not is_due:
@@ -284,7 +333,7 @@ class FleetScaler:
             await self._providers[kind].scale(kind, workers)
         except ProviderFailed as error:
             request.error = str(error)
-            record.fail("starts no workers", present, now)
+            self._book.on_failure(kind, error.failure, present, now)
             log.warning("provider_failed", worker_kind=kind, workers=workers, error=request.error)
 
     def _new_autoscaler(self) -> Autoscaler:

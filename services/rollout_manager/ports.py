@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from rlboost.services.rollout_manager.domain.offers import Failure
 from rlboost.shared.errors import Retryable, RLBoostError
 from rlboost.shared.model.tool_calls import CallStyle
 
@@ -30,7 +31,17 @@ class WorkerUsers(Protocol):
 
 
 class ProviderFailed(RLBoostError):
-    """The provider did not take a request; the text says why and what to do."""
+    """The provider did not do all that it was asked for; the text says why and what to do.
+
+    Args:
+        text: for people.
+        failure: what it means for the offer.
+
+    """
+
+    def __init__(self, text: str, failure: Failure | None = None) -> None:
+        super().__init__(text)
+        self.failure = failure or Failure()
 
 
 class FleetProvider(Protocol):
@@ -40,7 +51,15 @@ class FleetProvider(Protocol):
         """Have this many workers of a kind, started or starting. Repeating a request changes nothing.
 
         Raises:
-            ProviderFailed: the request was not accepted, or it is unknown whether it was.
+            ProviderFailed: the request was not accepted or only in part, or it is unknown whether it was.
+
+        """
+
+    async def price(self, kind: str, /) -> float | None:
+        """Return the present dollars per hour of one worker of a kind; None: the provider has no prices.
+
+        Raises:
+            ProviderFailed: the price is unknown.
 
         """
 

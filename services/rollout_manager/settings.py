@@ -74,7 +74,7 @@ class Settings(ServiceSettings):
     provider: ProviderName = Field(
         "none",
         description="what starts and stops the spot workers of pools that name no provider: Kubernetes, "
-        "`RLBOOST_MANAGER_PROVIDER_COMMAND`, or with none a program of yours that follows `GET /v1/fleet`",
+        "`RLBOOST_MANAGER_PROVIDER_COMMAND`, AWS EC2, or with none a program of yours that follows `GET /v1/fleet`",
     )
     provider_command: str = Field(
         "",
@@ -85,6 +85,18 @@ class Settings(ServiceSettings):
         "",
         description="with provider kubernetes: namespace of the Deployments, whose names are the kinds; if empty, the "
         "pod's own",
+    )
+    aws_system: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9._-]*$",
+        description="with provider aws: name of this system, by which it finds its machines; no other system of the "
+        "AWS account may have it",
+    )
+    aws_user_data: Path | None = Field(
+        None,
+        description="with provider aws: file that machines get as user data, such as "
+        "`deploy/cloud-init/spot-worker.yaml`; the kind of their pool replaces that after `RLBOOST_WORKER_KIND=`, and "
+        "its price one after `RLBOOST_WORKER_PRICE_PER_HOUR=`. If not given, that of the launch template",
     )
     max_dollars_per_hour: float | None = Field(
         None,
@@ -103,6 +115,8 @@ class Settings(ServiceSettings):
     def prices(self) -> dict[str, float]:
         """Return dollars per hour of one worker by kind: the price file's, else its pool's.
 
+        It has no pool of AWS without either, which follows the spot price.
+
         Raises:
             ConfigError: the price file cannot be read, or is not one; or some pools have a price and some have none.
 
@@ -113,7 +127,7 @@ class Settings(ServiceSettings):
                 found |= read_prices(Path(self.price_file)).workers
             except ConfigError as error:
                 raise ConfigError(f"RLBOOST_MANAGER_PRICE_FILE: {error}") from error
-        missing = [pool.kind for pool in self.pools if pool.kind not in found]
+        missing = [pool.kind for pool in self.pools if pool.kind not in found and self.provider_of(pool) != "aws"]
         if 0 < len(missing) < len(self.pools):
             raise ConfigError(
                 f"RLBOOST_MANAGER_POOLS: {', '.join(missing)} cannot be compared with the other pools, which have a "
@@ -131,7 +145,7 @@ class Settings(ServiceSettings):
 
     def provider_of(self, pool: Pool) -> ProviderName:
         """Return what starts the workers of a pool."""
-        return pool.provider or ("command" if pool.command else self.provider)
+        return pool.provider or ("command" if pool.command else "aws" if pool.aws else self.provider)
 
     @field_validator("advertised_redis_url")
     @classmethod
@@ -152,6 +166,16 @@ class Settings(ServiceSettings):
             raise ValueError(
                 f"provider command needs a shell command for {', '.join(unset)}: set RLBOOST_MANAGER_PROVIDER_COMMAND, "
                 "or command of the pool"
+            )
+        of_aws = [pool for pool in self.pools if self.provider_of(pool) == "aws"]
+        if undescribed := [pool.kind for pool in of_aws if pool.aws is None]:
+            raise ValueError(
+                f"provider aws needs the key aws of {', '.join(undescribed)}: its instance_type, zone and "
+                "launch_template"
+            )
+        if of_aws and not self.aws_system:
+            raise ValueError(
+                "provider aws needs a name that no other system of the AWS account has: set RLBOOST_MANAGER_AWS_SYSTEM"
             )
         if self.pools and self.max_share * len(self.pools) < 1:
             raise ValueError(

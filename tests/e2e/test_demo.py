@@ -42,7 +42,7 @@ def test_a_short_demo_makes_its_preemptions_and_its_report(tmp_path: Path) -> No
 def test_autoscaled_demo_starts_the_spot_workers_that_shorten_its_steps(tmp_path: Path) -> None:
     """Without preemptions, each change of the fleet's size is autoscaling's. The only worker may join after the job."""
     state, log = tmp_path / "state", tmp_path / "log"
-    options = ("--steps", "24", "--workers", "1", "--autoscale", "3", "--no-chaos")
+    options = ("--steps", "8", "--workers", "1", "--autoscale", "3", "--no-chaos")
     process = start_forked("demo", "--state", str(state), *options, log=log)
     assert process.wait(540) == 0, log.read_text()
     record = load(state / "record.json")

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlboost.services.rollout_manager.adapters.request_bodies import parse_json
 from rlboost.services.rollout_manager.adapters.text import call_style_of
+from rlboost.services.rollout_manager.domain.offers import Failure
 from rlboost.services.rollout_manager.ports import NO_OPTIONS, LoadModelFiles, ProviderFailed, TemplateOptions
 from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.wire import I32, pack
@@ -49,14 +50,24 @@ class FakeProvider:
         """(kind, workers), failed ones included."""
         self.error = ""
         """Why every request fails; empty: none does."""
+        self.failure = Failure()
+        """What that means for the offer."""
+        self.prices: dict[str, float] = {}
+        """Dollars per hour of one worker, by kind."""
 
     async def scale(self, kind: str, workers: int) -> None:
         """See `FleetProvider.scale`."""
         self.requests.append((kind, workers))
         if self.error:
-            raise ProviderFailed(self.error)
+            raise ProviderFailed(self.error, self.failure)
         if kind not in self.kinds:
             raise ProviderFailed(f"{kind} not found: there are {', '.join(self.kinds)}")
+
+    async def price(self, kind: str, /) -> float | None:
+        """See `FleetProvider.price`."""
+        if self.error:
+            raise ProviderFailed(self.error, self.failure)
+        return self.prices.get(kind)
 
     async def close(self) -> None:
         """See `FleetProvider.close`."""

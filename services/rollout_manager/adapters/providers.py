@@ -83,6 +83,9 @@ class Kubernetes:
         except (OSError, aiohttp.ClientError, TimeoutError) as error:
             raise ProviderFailed(f"PATCH {url} failed: {error or type(error).__name__}") from error
 
+    async def price(self, _kind: str, /) -> float | None:
+        return None
+
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
@@ -134,6 +137,9 @@ class ShellCommand:
         if process.returncode:
             text = output.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:] or "it wrote nothing"
             raise ProviderFailed(f"the provider command exited with {process.returncode}: {text}")
+
+    async def price(self, _kind: str, /) -> float | None:
+        return None
 
     async def close(self) -> None:
         """See `FleetProvider.close`."""

@@ -550,7 +550,7 @@ class Autoscaler:
         elif now - self._grew_at >= COOL_DOWN_S:
             work = desired
         mix = choose_mix(seen.offers, work, limits, before)
-        if sum(mix.workers.values()) > sum(self._mix.values()):
+        if work_of(seen.offers, mix.workers) > current:  # workers that were there already are no growth
             self._grew_at = now
         return mix
 

@@ -8,6 +8,7 @@ is ready. They follow from the measured throughput of its GPU, and from its own 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,29 @@ ROUNDING = 1e-6
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
-ProviderName = Literal["none", "command", "kubernetes"]
+ProviderName = Literal["none", "command", "kubernetes", "aws"]
+
+
+class AwsMachine(BaseModel):
+    """A spot machine of AWS EC2 that runs workers of a pool."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    instance_type: str = Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$")
+    zone: str = Field(pattern=r"^[a-z]+(-[a-z]+)+-\d[a-z0-9-]*[a-z0-9]$")
+    """Availability zone, such as `us-east-1a`."""
+    launch_template: str = Field(min_length=1)
+    """Name or id of the EC2 launch template that has the image, security groups and disks."""
+    subnet: str = ""
+    """A subnet in the zone; if empty, the zone's default one."""
+    workers: int = Field(1, ge=1)
+    """Workers that a machine runs."""
+
+    @property
+    def region(self) -> str:
+        """Return the zone's region."""
+        found = re.match(r"[a-z]+(-[a-z]+)+-\d", self.zone)
+        return found.group() if found else self.zone
 
 
 class Pool(BaseModel):
@@ -42,9 +65,11 @@ class Pool(BaseModel):
     place: str = ""
     """Cloud, region or zone, as it is shown."""
     provider: ProviderName | None = None
-    """What starts its workers; None: the manager's provider, or `command` if the pool has one."""
+    """What starts its workers; None: the manager's provider, or `command` or `aws` if the pool has that key."""
     command: str = ""
     """Its shell command, in place of the manager's."""
+    aws: AwsMachine | None = None
+    """Its machines, with provider aws."""
     tokens_per_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Planned throughput of one worker, until one was measured; None: the mean of the measured ones."""
     preemptions_per_hour: float = Field(0.0, ge=0, allow_inf_nan=False)
@@ -53,15 +78,21 @@ class Pool(BaseModel):
     """Seconds from the request of a machine to the start of its worker, which the manager does not see."""
 
     @model_validator(mode="after")
-    def _command_is_used(self) -> Pool:
-        if self.command and self.provider not in {None, "command"}:
-            raise ValueError(f"pool {self.kind} has a command, which provider {self.provider} does not use: remove one")
+    def _keys_are_used(self) -> Pool:
+        for key, value in (("command", self.command), ("aws", self.aws)):
+            if value and self.provider not in {None, key}:
+                raise ValueError(
+                    f"pool {self.kind} has the key {key}, which provider {self.provider} does not use: remove one"
+                )
+        if self.command and self.aws:
+            raise ValueError(f"pool {self.kind} has the keys command and aws, and needs one provider: remove one")
         return self
 
     @property
     def label(self) -> str:
         """Return its GPU and place for people."""
-        return f"{self.gpu or self.kind} in {self.place}" if self.place else self.gpu or self.kind
+        place = self.place or (self.aws.zone if self.aws else "")
+        return f"{self.gpu or self.kind} in {place}" if place else self.gpu or self.kind
 
 
 # --- the mix ----------------------------------------------------------------------------------------------------------
@@ -86,7 +117,7 @@ class Offer(NamedTuple):
     closed: str = ""
     """Why no further workers are expected of it at present; empty: they are."""
     n_present: int = 0
-    """Workers that a closed offer still has."""
+    """Workers that a closed offer still has, starting ones included."""
 
     @property
     def cost(self) -> float:
@@ -293,9 +324,20 @@ RETRY_S, LONGEST_RETRY_S = 10.0, 1800.0
 """Time for which an offer is closed after its first failure, and the longest: it doubles with each further one."""
 UNFILLED_S = 300.0
 """Time after a machine's boot within which a worker must have joined: else the place has no capacity at present."""
-NO_CAPACITY = "has no capacity"
+NO_CAPACITY, NO_PRICE = "has no capacity", "has no known price"
 AVERAGED_S = 1800.0
 """Time over which a throughput is averaged: several steps, so that the mix does not follow the phases of one."""
+
+
+class Failure(NamedTuple):
+    """Why a provider did not do all that it was asked for."""
+
+    why: str = "starts no workers"
+    """Continues the offer's name."""
+    retry_s: float = RETRY_S
+    """For how long the offer is closed at first."""
+    workers: int | None = None
+    """Workers that it has, starting ones included; None: unknown."""
 
 
 @dataclass(slots=True)
@@ -319,11 +361,15 @@ class Record:
     why: str = ""
     """Why it was closed last."""
     n_workers: int = 0
-    """Workers that were there when it was closed last."""
+    """Workers that were there or starting when it was closed last."""
+    starting_until: float = -math.inf
+    """Until then, those are expected to join."""
 
-    def fail(self, why: str, n_workers: int, now: float, retry_s: float = RETRY_S) -> None:
+    def fail(
+        self, why: str, n_workers: int, now: float, retry_s: float = RETRY_S, starting_until: float = -math.inf
+    ) -> None:
         """Close the offer for a while, each time for longer."""
-        self.retry_at = now + min(retry_s * 2.0**self.failures, LONGEST_RETRY_S)
+        self.retry_at, self.starting_until = now + min(retry_s * 2.0**self.failures, LONGEST_RETRY_S), starting_until
         self.failures, self.why, self.n_workers, self.short_since = self.failures + 1, why, n_workers, None
 
     def on_workers(self, n_workers: int, now: float) -> None:
@@ -341,6 +387,8 @@ class OfferBook:
     """By kind."""
     tokens_per_s: dict[str, float] = field(default_factory=dict)
     """GPU -> measured throughput of one worker, a mean over the last `AVERAGED_S`: it falls as samples get longer."""
+    unpriced: Collection[str] = ()
+    """Kinds whose provider has not told their price yet, so that no further workers are started."""
     unit: float | None = None
     """Tokens per second of one mean worker, in which all work is counted. It is the mean when the first throughput was
     known and never changes, whatever workers are present: numbers of mean workers stay comparable. None: unknown."""
@@ -416,7 +464,8 @@ class OfferBook:
             now: the manager's clock.
 
         """
-        present = present_workers(fleet, self.records)
+        found = present_workers(fleet, self.records)
+        present = {pool.kind: self._n_expected(pool, found[pool.kind], now) for pool in self.pools}
         return [
             Offer(
                 pool.kind,
@@ -425,17 +474,43 @@ class OfferBook:
                 availability(self.preemptions_per_s(pool), pool.boot_s + fleet.lifetimes[pool.kind].startup_s),
                 self.mean_workers(self.tokens_per_s_of(pool)),
                 pool.label,
-                self.records[pool.kind].why if now < self.records[pool.kind].retry_at else "",
+                self._why_closed(pool, now),
                 present[pool.kind],
             )
             for pool in self.pools
         ]
 
+    def on_failure(self, kind: str, failure: Failure, n_present: int, now: float) -> None:
+        """Close an offer whose provider did not do all that it was asked for.
+
+        Args:
+            kind: the offer's.
+            failure: what the provider told.
+            n_present: its workers that have joined.
+            now: the manager's clock.
+
+        """
+        boot_s = next(pool.boot_s for pool in self.pools if pool.kind == kind)
+        n_workers, starting_until = n_present, -math.inf
+        if failure.workers is not None and failure.workers > n_present:
+            n_workers, starting_until = failure.workers, now + UNFILLED_S + boot_s
+        self.records[kind].fail(failure.why, n_workers, now, failure.retry_s, starting_until)
+
+    def _n_expected(self, pool: Pool, n_present: int, now: float) -> int:
+        """Return the workers of a pool that are there, with those that its provider has started although it failed."""
+        record = self.records[pool.kind]
+        return max(n_present, record.n_workers) if now < record.starting_until else n_present
+
+    def _why_closed(self, pool: Pool, now: float) -> str:
+        record = self.records[pool.kind]
+        return record.why if now < record.retry_at else NO_PRICE if pool.kind in self.unpriced else ""
+
     def _n_workers(self, pool: Pool, n_present: int) -> int:
         """Return how many workers a pool may have: one more than it has if it lacked capacity, until one joins."""
         record = self.records[pool.kind]
         lacked = record.failures > 0 and record.why == NO_CAPACITY
-        return min(pool.max_workers, n_present + 1) if lacked else pool.max_workers
+        n_more = 0 if pool.kind in self.unpriced else 1 if lacked else pool.max_workers
+        return min(pool.max_workers, n_present + n_more)
 
     def preemptions_per_s(self, pool: Pool) -> float:
         """Return the hazard of one worker of a pool."""

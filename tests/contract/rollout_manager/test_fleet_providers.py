@@ -1,27 +1,33 @@
-"""Providers of workers: one contract for the fake, a shell command and Kubernetes."""
+"""Providers of workers: one contract for the fake, a shell command, Kubernetes and AWS."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import errno
 import os
 import re
 import shlex
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import botocore.session
 import pytest
 
+from rlboost.services.rollout_manager.adapters.aws import EXCESS_S, Aws
 from rlboost.services.rollout_manager.adapters.providers import Kubernetes, ShellCommand
+from rlboost.services.rollout_manager.domain.offers import NO_CAPACITY, UNFILLED_S, Failure
 from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.process.modules import modules_hidden
 from tests.support import aws_cli
+from tests.support.ec2_server import ZONE, Ec2Server
 from tests.support.eventually import eventually
 from tests.support.kubernetes_server import KubernetesServer
 from tests.support.manager_fakes import FakeProvider
+from tests.support.ports import reserve_port
 from tests.support.s3_server import S3Server
 
 
@@ -40,7 +46,27 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KubernetesServer:
     return server
 
 
-@pytest.fixture(params=["fake", "command", "kubernetes"])
+@pytest.fixture(scope="module")
+def ec2_server() -> Iterator[Ec2Server]:
+    server = Ec2Server()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.env.items():
+            patch.setenv(name, value)
+        server.make_template()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def ec2(ec2_server: Ec2Server, monkeypatch: pytest.MonkeyPatch) -> Ec2Server:
+    """Return a server that refuses nothing yet, and has machines of other tests' systems."""
+    for name, value in ec2_server.env.items():
+        monkeypatch.setenv(name, value)
+    ec2_server.reset()
+    return ec2_server
+
+
+@pytest.fixture(params=["fake", "command", "kubernetes", "aws"])
 async def site(request: pytest.FixtureRequest, tmp_path: Path, server: KubernetesServer) -> AsyncIterator[Site]:
     if request.param == "fake":
         fake = FakeProvider({"spot"})
@@ -53,6 +79,11 @@ async def site(request: pytest.FixtureRequest, tmp_path: Path, server: Kubernete
         known = f"cd {shlex.quote(str(folder))} && test -f $RLBOOST_KIND || {{ echo $RLBOOST_KIND not found; exit 3; }}"
         command = f"{known}; echo $RLBOOST_WORKERS > $RLBOOST_KIND"
         site = Site(ShellCommand(command), lambda: int((folder / "spot").read_text()))
+    elif request.param == "aws":
+        ec2: Ec2Server = request.getfixturevalue("ec2")
+        kinds = {"spot": ec2.machine(), "gone": ec2.machine(launch_template="gone")}
+        site = Site(Aws(kinds, "contract", None, excess_s=0.0), lambda: len(ec2.machines("contract", "spot")))
+        await site.provider.scale("spot", 1)
     else:
         site = Site(Kubernetes.of_pod("", server.account), lambda: server.replicas["spot"])
     yield site
@@ -67,9 +98,14 @@ async def test_provider_runs_the_number_that_was_requested_last(site: Site) -> N
 
 
 async def test_provider_without_such_a_kind_fails_and_names_it(site: Site) -> None:
-    with pytest.raises(ProviderFailed, match=r"gone.* not found"):
+    with pytest.raises(ProviderFailed, match=r"gone.* (not found|does not exist)"):
         await site.provider.scale("gone", 3)
     assert site.workers() == 1
+
+
+async def test_provider_tells_a_price_or_none(site: Site) -> None:
+    price = await site.provider.price("spot")
+    assert price is None or price > 0
 
 
 # --- shell command ------------------------------------------------------------------------------------------------
@@ -121,7 +157,7 @@ DOCUMENTED = {
     **dict(re.findall(r"^(SkyPilot|Slurm)\b.*(?:\n.+)*:\n\n```sh\n([^`]+)```", PAGE, re.MULTILINE)),
 }
 REQUESTS = {
-    "AWS": ["aws autoscaling set-desired-capacity --auto-scaling-group-name h100 --desired-capacity 3"],
+    "a group of AWS": ["aws autoscaling set-desired-capacity --auto-scaling-group-name h100 --desired-capacity 3"],
     "Google Cloud": ["gcloud compute instance-groups managed resize h100 --size 3 --zone ZONE"],
     "Azure": ["az vmss scale --name h100 --new-capacity 3 --resource-group GROUP --no-wait"],
     "SkyPilot": ["sky jobs pool apply --async --yes --pool h100 --workers 3"],
@@ -180,7 +216,7 @@ async def test_documented_command_for_aws_scales_its_auto_scaling_group(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for workers, machines in ((17, 3), (0, 0)):
-        await ShellCommand(DOCUMENTED["AWS"]).scale("h100", workers)
+        await ShellCommand(DOCUMENTED["a group of AWS"]).scale("h100", workers)
         (group,) = client.describe_auto_scaling_groups(AutoScalingGroupNames=["h100"])["AutoScalingGroups"]
         assert group["DesiredCapacity"] == len(group["Instances"]) == machines
 
@@ -212,3 +248,146 @@ async def test_kubernetes_that_does_not_answer_fails(server: KubernetesServer) -
 def test_kubernetes_outside_of_a_pod_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a pod with a mounted service account"):
         Kubernetes.of_pod("rl", tmp_path)
+
+
+# --- AWS ----------------------------------------------------------------------------------------------------------
+
+
+USER_DATA = Path(__file__).parents[3] / "deploy/cloud-init/spot-worker.yaml"
+
+
+async def test_machines_of_aws_get_what_the_pool_says(ec2: Ec2Server) -> None:
+    kind = ec2.machine(workers=8, instance_type="g6.48xlarge")
+    provider = Aws({"l4": kind}, "said", USER_DATA)
+    await provider.scale("l4", 17)
+    first, *others = ec2.machines("said", "l4")
+    assert len(others) == 2
+    assert (first["InstanceType"], first["Placement"]["AvailabilityZone"]) == (kind.instance_type, kind.zone)
+    assert first["InstanceLifecycle"] == "spot"
+    (launch,) = ec2.launches
+    assert launch["InstanceInitiatedShutdownBehavior"] == "terminate"
+    assert launch["InstanceMarketOptions.SpotOptions.InstanceInterruptionBehavior"] == "terminate"
+    found, given = base64.b64decode(launch["UserData"]).decode().splitlines(), USER_DATA.read_text().splitlines()
+    changed = [one.strip() for one, before in zip(found, given, strict=True) if one != before]
+    assert changed == ["RLBOOST_WORKER_KIND=l4", "RLBOOST_WORKER_PRICE_PER_HOUR=0"]
+    await provider.close()
+
+
+async def test_restarted_manager_finds_its_machines_of_aws_and_no_others(ec2: Ec2Server) -> None:
+    machines = {"l4": ec2.machine(), "l4-b": ec2.machine()}
+    await Aws(machines, "ours", None).scale("l4", 2)
+    await Aws(machines, "ours", None).scale("l4-b", 1)
+    await Aws(machines, "theirs", None).scale("l4", 1)
+    restarted = Aws(machines, "ours", None)
+    await restarted.scale("l4", 3)
+    assert [len(ec2.machines(*one)) for one in (("ours", "l4"), ("ours", "l4-b"), ("theirs", "l4"))] == [3, 1, 1]
+
+
+async def test_launch_whose_reply_is_lost_is_not_repeated(ec2: Ec2Server) -> None:
+    """The machines of such a launch may also be missing in the next list, after a restart of the manager, too."""
+    ec2.replies, ec2.hides_new = False, True
+    with pytest.raises(ProviderFailed, match="did not answer run_instances"):
+        await Aws({"l4": ec2.machine()}, "lost", None).scale("l4", 2)
+    ec2.replies = True
+    provider = Aws({"l4": ec2.machine()}, "lost", None)
+    await provider.scale("l4", 2)
+    await provider.scale("l4", 2)
+    ec2.hides_new = False
+    assert len(ec2.machines("lost", "l4")) == 2
+    assert len({launch["ClientToken"] for launch in ec2.launches}) == 1
+
+
+async def test_preempted_machine_of_aws_is_replaced(ec2: Ec2Server) -> None:
+    provider = Aws({"l4": ec2.machine()}, "preempted", None)
+    await provider.scale("l4", 2)
+    taken = ec2.machines("preempted", "l4")[0]["InstanceId"]
+    ec2.client().terminate_instances(InstanceIds=[taken])
+    await provider.scale("l4", 2)
+    alive = [one["InstanceId"] for one in ec2.machines("preempted", "l4")]
+    assert len(alive) == 2
+    assert taken not in alive
+
+
+async def test_surplus_machines_of_aws_have_time_to_end_by_themselves(ec2: Ec2Server) -> None:
+    now = 0.0
+    provider = Aws({"l4": ec2.machine()}, "surplus", None, clock=lambda: now)
+    await provider.scale("l4", 3)
+    await provider.scale("l4", 1)
+    drained = ec2.machines("surplus", "l4")[0]["InstanceId"]
+    assert len(ec2.machines("surplus", "l4")) == 3
+    ec2.client().terminate_instances(InstanceIds=[drained])
+    now = EXCESS_S
+    await provider.scale("l4", 1)
+    assert len(ec2.machines("surplus", "l4")) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("InsufficientInstanceCapacity", "has no capacity"),
+        ("MaxSpotInstanceCountExceeded", "is at the quota of the AWS account"),
+        ("UnauthorizedOperation", "is not permitted by AWS"),
+        ("RequestLimitExceeded", "waits for AWS, which limits requests"),
+        ("InvalidSubnetID.NotFound", "starts no workers"),
+    ],
+)
+async def test_refusal_of_aws_has_a_reason_and_the_next_launch_is_another(ec2: Ec2Server, code: str, why: str) -> None:
+    provider = Aws({"l4": ec2.machine()}, code, None)
+    await provider.scale("l4", 1)
+    ec2.errors = {"RunInstances": code}
+    with pytest.raises(ProviderFailed, match=f"refused run_instances for l4 in {ZONE}: {code}") as failed:
+        await provider.scale("l4", 2)
+    assert (failed.value.failure.why, failed.value.failure.workers) == (why, 1)
+    ec2.errors = {}
+    await provider.scale("l4", 2)
+    assert len(ec2.machines(code, "l4")) == 2
+    assert len({launch["ClientToken"] for launch in ec2.launches}) == 3
+
+
+async def test_zone_of_aws_that_has_fewer_machines_says_how_many(ec2: Ec2Server) -> None:
+    ec2.capacity = 1
+    with pytest.raises(ProviderFailed, match=r"started 1 of 3 x g6\.xlarge for l4") as failed:
+        await Aws({"l4": ec2.machine(workers=2)}, "few", None).scale("l4", 6)
+    assert failed.value.failure == Failure(NO_CAPACITY, UNFILLED_S, workers=2)
+
+
+async def test_spot_price_is_divided_among_the_workers_of_a_machine(ec2: Ec2Server) -> None:
+    ec2.prices = {ZONE: 4.0, "us-east-1b": 2.0}
+    machines = {"a": ec2.machine(workers=8), "b": ec2.machine(zone="us-east-1b"), "c": ec2.machine(zone="us-east-1c")}
+    provider = Aws(machines, "prices", None)
+    assert [await provider.price(kind) for kind in ("a", "b")] == [0.5, 2.0]
+    with pytest.raises(ProviderFailed, match=r"no spot price of g6\.xlarge in us-east-1c: .* or set price_per_hour"):
+        await provider.price("c")
+
+
+async def test_aws_that_does_not_answer_fails(ec2: Ec2Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{reserve_port(ec2)}")
+    with pytest.raises(ProviderFailed, match="did not answer describe_instances"):
+        await Aws({"l4": ec2.machine()}, "away", None).scale("l4", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("#!/bin/sh\nrlboost worker join", "has no line RLBOOST_WORKER_KIND="),
+        ("RLBOOST_WORKER_KIND=a\n" + "#" * 16384, "AWS takes 16384"),
+        (None, "cannot be read"),
+    ],
+)
+def test_unusable_user_data_is_refused(tmp_path: Path, text: str | None, error: str) -> None:
+    file = tmp_path / "user-data"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=error):
+        Aws({}, "system", file)
+
+
+def test_provider_aws_without_its_library_says_how_to_install_it() -> None:
+    loaded = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "boto3"}
+    for name in loaded:
+        del sys.modules[name]
+    try:
+        with modules_hidden("boto3"), pytest.raises(ConfigError, match=r"needs boto3: pip install .*\[aws\]"):
+            Aws({}, "system", None)
+    finally:
+        sys.modules |= loaded

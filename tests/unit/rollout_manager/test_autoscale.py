@@ -57,6 +57,15 @@ def test_fleet_grows_at_once_and_again_after_the_cool_down() -> None:
     assert fleet.at(COOL_DOWN_S, 5) == {"k": 5}
 
 
+def test_workers_that_were_there_do_not_delay_the_first_increase() -> None:
+    fleet = Fleet(k=1)
+    assert fleet.at(0.0, None) == {"k": 1}
+    fleet.present = {"k": 2}
+    assert fleet.at(1.0, None) == {"k": 2}
+    assert fleet.at(2.0, 3) == {"k": 3}
+    assert fleet.at(3.0, 5) == {"k": 3}
+
+
 def test_fleet_shrinks_to_the_most_desired_within_the_delay() -> None:
     fleet = Fleet(k=8)
     fleet.at(0.0, 8)

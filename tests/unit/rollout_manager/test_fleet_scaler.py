@@ -16,9 +16,9 @@ from rlboost.services.rollout_manager.__main__ import main
 from rlboost.services.rollout_manager.api.jobs import build
 from rlboost.services.rollout_manager.domain.allocation import COOL_DOWN_S
 from rlboost.services.rollout_manager.domain.effects import Now
-from rlboost.services.rollout_manager.domain.offers import RETRY_S, Pool
+from rlboost.services.rollout_manager.domain.offers import NO_CAPACITY, RETRY_S, UNFILLED_S, AwsMachine, Failure, Pool
 from rlboost.services.rollout_manager.domain.windows import WindowTuner
-from rlboost.services.rollout_manager.fleet_loops import REPEAT_S, FleetScaler
+from rlboost.services.rollout_manager.fleet_loops import PRICE_EVERY_S, REPEAT_S, FleetScaler
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import ConfigError
@@ -34,6 +34,7 @@ from tests.support.sim_worker import SimWorker
 
 DELAY_S = 300.0
 POOL = Pool(kind="sim", max_workers=4, price_per_hour=2.0)
+AWS_POOL = '{"kind": "a", "aws": {"instance_type": "g6.xlarge", "zone": "us-east-1a", "launch_template": "spot"}}'
 
 
 class System:
@@ -43,7 +44,7 @@ class System:
         self.bus, self.at_s = MemoryBus(), 0.0
         self.clouds = {pool.kind: FakeProvider({pool.kind}) for pool in pools}
         limits: dict[str, Any] = {"max_dollars_per_hour": limit, "scale_in_delay_s": DELAY_S}
-        settings = Settings(token="t", pools=pools, price_file=price_file, **limits)
+        settings = Settings(token="t", pools=pools, price_file=price_file, aws_system="test", **limits)
         self.manager = Manager(self.bus, lease_s=1e9, redis_limit_s=1.0, prices=settings.prices)
         self.scaler = FleetScaler(self.manager, self.bus, settings, self.clouds)
         transport = httpx.ASGITransport(build(self.manager, self.bus, settings, scaler=self.scaler))
@@ -127,7 +128,7 @@ async def test_fleet_follows_the_number_worth_having(system: System) -> None:
     (pool,) = (await system.fleet())["pools"]
     known = {"present": 1, "target": 1, "error": None, "closed": None, "availability": 1.0}
     unknown = {"dollars_per_million_tokens": None}
-    assert pool == {**POOL.model_dump(exclude={"command"}), **known, **unknown}
+    assert pool == {**POOL.model_dump(exclude={"command", "aws"}), **known, **unknown}
 
 
 async def test_workers_leave_before_the_provider_stops_any(system: System) -> None:
@@ -320,6 +321,48 @@ async def test_zone_that_fails_is_left_to_others_and_asked_again_later(tmp_path:
     await system.http.aclose()
 
 
+async def test_zone_with_part_of_the_machines_keeps_those_that_start_and_others_do_the_rest(tmp_path: Path) -> None:
+    system = await zones(tmp_path, "workers: {a: 1.0, b: 1.2}")
+    system.clouds["a"].error, system.clouds["a"].failure = "1 of 2", Failure(NO_CAPACITY, UNFILLED_S, workers=3)
+    system.want(4)
+    for seconds in (COOL_DOWN_S, 1, 1):
+        await system.pass_s(seconds)
+    await system.pass_s(UNFILLED_S - 5)
+    targets = {pool["kind"]: pool["target"] for pool in (await system.fleet())["pools"]}
+    assert targets == {"a": 3, "b": 1}  # two are there, and one starts
+    assert system.clouds["a"].requests == [("a", 2), ("a", 4)]
+    assert (await system.fleet())["reason"] == "1 x L4 in zone b: L4 in zone a has no capacity"
+    await system.pass_s(10)
+    assert system.clouds["a"].requests[2:] == [("a", 3)]
+    await system.http.aclose()
+
+
+async def test_pool_of_aws_starts_workers_once_its_price_is_known_and_follows_it() -> None:
+    system = System(pools=[aws_pool("a"), aws_pool("b"), Pool(kind="own", max_workers=4, price_per_hour=9.0)])
+    await system.start()
+    system.clouds["a"].error = "not permitted"
+    system.clouds["b"].prices = {"b": 1.0}
+    system.want(2)
+    await system.pass_s(COOL_DOWN_S)
+    a = (await system.fleet())["pools"][0]
+    assert (a["target"], a["closed"], a["error"]) == (0, "has no known price", "not permitted")
+    for seconds in (1, 1):
+        await system.pass_s(seconds)
+    assert len(system.of_kind("b")) == 2
+    assert [system.manager.world.fleet.workers[worker].price_per_hour for worker in system.of_kind("b")] == [1.0] * 2
+    system.clouds["a"].error, system.clouds["a"].prices = "", {"a": 0.5}
+    for seconds in (PRICE_EVERY_S, *[10.0] * 12):
+        await system.pass_s(seconds)
+    assert (len(system.of_kind("a")), len(system.of_kind("b"))) == (2, 0)
+    assert (await system.fleet())["reason"] == "2 x a in us-east-1a: 50 % cheaper per token than b in us-east-1a"
+    await system.http.aclose()
+
+
+def aws_pool(kind: str) -> Pool:
+    machine = AwsMachine(instance_type="g6.xlarge", zone="us-east-1a", launch_template="spot")
+    return Pool(kind=kind, max_workers=4, aws=machine)
+
+
 async def test_deadline_that_no_mix_meets_is_reported_with_the_earliest_time() -> None:
     system = System(pools=[POOL])
     await system.start()
@@ -377,6 +420,10 @@ async def test_scale_without_pools_says_what_to_set() -> None:
         (["--provider", "command", "--pools", f"[{POOL.model_dump_json()}]"], "set RLBOOST_MANAGER_PROVIDER_COMMAND"),
         (["--pools", '[{"kind": "a", "provider": "gcp"}]'], "provider"),
         (["--pools", '[{"kind": "a", "provider": "kubernetes", "command": "true"}]'], "does not use: remove one"),
+        (["--pools", '[{"kind": "a", "provider": "aws"}]'], "needs the key aws of a: its instance_type, zone"),
+        (["--pools", f"[{AWS_POOL}]"], "set RLBOOST_MANAGER_AWS_SYSTEM"),
+        (["--pools", f"[{AWS_POOL.replace('us-east-1a', 'us-east-1')}]"], "zone"),
+        (["--pools", f'[{AWS_POOL[:-1]}, "command": "true"}}]'], "needs one provider: remove one"),
         (["--pools", '[{"kind": "a"}, {"kind": "b"}]', "--max-share", "0.4"], "needs 3 pools, and there are 2"),
         (["--pools", '[{"kind": "a b", "max_workers": 1}]'], "kind"),
         (["--pools", f"[{POOL.model_dump_json()}, {POOL.model_dump_json()}]"], "several pools are of kind sim"),
