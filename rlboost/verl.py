@@ -16,7 +16,7 @@ import asyncio
 import json
 import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -370,11 +370,10 @@ class FleetCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # as above
         """Publish the weights of one step; all ranks call it."""
         await send(weights, global_steps, is_sender=self._is_sender)
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield nothing: workers pull weights from the store."""
+    def receive_weights(self, global_steps: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return nothing: workers pull weights from the store."""
         del global_steps
-        for none in ():
-            yield none
+        return iter(())
 
 
 RolloutReplicaRegistry.register(NAME, lambda: FleetReplica)

@@ -23,7 +23,7 @@ exec python -m verl.trainer.main_ppo \
     data.max_response_length=8 \
     data.dataloader_num_workers=0 \
     reward.custom_reward_function.path="$(dirname "$0")/sums.py" \
-    actor_rollout_ref.model.path="$folder/model" \
+    actor_rollout_ref.model.path="$folder/model-verl" \
     actor_rollout_ref.model.custom_chat_template="'{% for one in messages %}{{ one[\"content\"] }}{% endfor %}'" \
     actor_rollout_ref.actor.strategy=fsdp2 \
     actor_rollout_ref.actor.optim.lr=1e-3 \

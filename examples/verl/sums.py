@@ -1,12 +1,13 @@
-"""Sums of two numbers for verl: the reward, and the data.
+"""Sums of two numbers for verl: the reward, the data, and the model.
 
-python examples/verl/sums.py sums   # of rlboost init: writes train.parquet and eval.parquet
+python examples/verl/sums.py sums   # of rlboost init: writes train.parquet, eval.parquet and model-verl
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def main(folder: Path) -> None:
-    """Write the folder's rows in verl's format."""
+    """Write the folder's rows and model as verl needs them."""
     for name in ("train", "eval"):
         rows = map(json.loads, (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines())
         found = [
@@ -35,6 +36,10 @@ def main(folder: Path) -> None:
             for i, row in enumerate(rows)
         ]
         parquet.write_table(Table.from_pylist(found), folder / f"{name}.parquet")
+    # verl looks for the end of a turn by the name that it has in each family of models: this one is a Qwen3.
+    shutil.copytree(folder / "model", folder / "model-verl", dirs_exist_ok=True)
+    for file in (folder / "model-verl").glob("tokenizer*.json"):
+        file.write_text(file.read_text(encoding="utf-8").replace("<eos>", "<|im_end|>"), encoding="utf-8")
 
 
 if __name__ == "__main__":
