@@ -119,14 +119,14 @@ class FleetActor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # memory of the object store cannot be written to
             tensors = {
-                name: torch.from_numpy(data).view(getattr(torch, dtype)).view(*shape)
+                name: torch.from_numpy(data).view(getattr(torch, dtype)).view(tuple(shape))
                 for (name, dtype, shape, _), data in zip(parts, found, strict=True)
             }
         version = await self._open.publish(tensors, config=self._rollout.config, if_changed=bool(self._steps))
         self._steps[version] = step
         # What has been read is verl's: the job keeps samples only of requests in flight.
         done = min([*self._running, version]) - 1
-        if done > self._released and len(self._steps) > 1:
+        if done > self._released:
             await self._open.checkpointed(step=done)
             self._released = done
 
@@ -162,8 +162,10 @@ class FleetActor:
             raise ConfigError("a fleet takes prompts of token ids only: remove images, videos and audio from the data")
         given = sampling_of(sampling_params, len(prompt_ids), self._rollout)
         fleet, version = self._open, self._open.version
-        first = min(self._steps, default=0)  # older versions are of an earlier run, whose steps are not known
-        staleness = min(self._rollout.max_staleness, version - first)
+        if version not in self._steps:
+            raise ConfigError("verl has published no weights yet")
+        # Older versions are of an earlier run, whose steps are not known.
+        staleness = min(self._rollout.max_staleness, version - min(self._steps))
         self._running[version] += 1
         try:
             (group,) = [
@@ -179,7 +181,7 @@ class FleetActor:
         steps = [self._steps[of] for _, of, _ in sample.spans] or [self._steps[version]]
         return TokenOutput(
             token_ids=sample.tokens,
-            log_probs=sample.logprobs if sampling_params.get("logprobs") not in {None, False} else None,
+            log_probs=sample.logprobs if sampling_params.get("logprobs") else None,
             stop_reason="completed",
             num_preempted=sample.attempts - 1,
             # verl's asynchronous client takes `global_steps` for both others: the oldest hides no staleness.

@@ -28,7 +28,11 @@ def _device_module() -> ModuleType:
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
         setattr(module, name, lambda *_: 0)
     vars(module).update(
-        mem_get_info=lambda *_: (0, 0), is_available=lambda: False, current_device=lambda: CPU, device_count=lambda: 1
+        mem_get_info=lambda *_: (0, 0),
+        is_available=lambda: False,
+        current_device=lambda: CPU,
+        device_count=lambda: 1,
+        get_device_name=lambda *_: "CPU",
     )
     return module
 
