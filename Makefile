@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_INSTALLED := $(VENV)/.vllm-installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
+VERL := .venv-verl
+VERL_INSTALLED := $(VERL)/.installed
 TORCH_CPU := 2.13.0+cpu
 # It draws the site's diagrams. Without npm the theme loads it in the reader's browser.
 MERMAID := mermaid@11.17.2
@@ -25,8 +27,8 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-load
 LONG_FILES = $(shell grep -rl --include='test_*.py' 'mark\.long' tests)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-long test-browser test-network test-docker check audit fmt screenshots docs \
-	chaos bench gpu up down clean
+.PHONY: help install install-vllm demo test test-long test-browser test-network test-docker test-verl check audit fmt \
+	screenshots docs chaos bench gpu up down clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -52,7 +54,7 @@ demo: $(INSTALLED) ## train a small model here while spot workers come and go
 	$(BIN)/rlboost demo --engine $(ENGINE) $(ARGS)
 
 test: $(INSTALLED) ## run the tests that need no accelerator: unit, contract, integration, e2e
-	$(PYTEST) -m 'not gpu and not long and not docker and not network' $(ARGS)
+	$(PYTEST) -m 'not gpu and not long and not docker and not network and not verl' $(ARGS)
 
 test-long: $(INSTALLED) ## run the soak and the longest tests, which `make test` leaves out
 	$(PYTEST) -m 'long and not gpu' $(or $(filter tests/%,$(ARGS)),$(LONG_FILES)) $(filter-out tests/%,$(ARGS))
@@ -66,6 +68,14 @@ test-network: $(INSTALLED) ## run the tests of several machines and of sites, in
 
 test-docker: $(INSTALLED) ## build the images and run a job in containers; needs a Docker engine
 	$(BIN)/python -m pytest tests/docker $(ARGS)
+
+test-verl: $(INSTALLED) $(VERL_INSTALLED) ## train with the real verl, in a venv of its own: it needs an older transformers
+	$(BIN)/python -m pytest tests/verl $(ARGS)
+
+$(VERL_INSTALLED): pyproject.toml deploy/verl.txt
+	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip install -c deploy/verl.txt -e '.[verl]'
+	@touch $@
 
 check: $(INSTALLED) ## lint, formatting and types; changes nothing
 	$(BIN)/ruff check
@@ -113,5 +123,5 @@ down: $(INSTALLED) ## stop it
 	$(BIN)/rlboost down $(ARGS)
 
 clean: ## remove .venv and what tools have cached; jobs and weights in .rlboost stay
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
