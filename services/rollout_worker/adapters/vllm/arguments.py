@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm import AsyncEngineArgs, envs
@@ -22,7 +23,7 @@ from vllm.platforms import current_platform
 from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, argument_error
 from rlboost.services.rollout_worker.ports import StagedAdapter
-from rlboost.shared.errors import ConfigError, UnsuitableWeights
+from rlboost.shared.errors import ConfigError, Fatal, UnsuitableWeights
 from rlboost.shared.files import replace_file
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.weights.lora import factors_of
@@ -104,7 +105,7 @@ def write_adapter(adapter: StagedAdapter, folder: Path) -> None:
 
     Raises:
         Corrupt: see `StagedAdapter.factors`.
-        OSError: the folder cannot be written.
+        Fatal: the folder cannot be written.
 
     """
     config = {
@@ -113,11 +114,14 @@ def write_adapter(adapter: StagedAdapter, folder: Path) -> None:
         "lora_alpha": adapter.scaling * adapter.rank,
         "target_modules": sorted(adapter.targets),
     }
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     tensors = {}
     for name, *pair in adapter.factors():
         tensors.update(zip(factors_of(name), pair, strict=True))
-    save_file(tensors, folder / _ADAPTER_FILE)
+    try:
+        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        save_file(tensors, folder / _ADAPTER_FILE)
+    except (OSError, SafetensorError) as error:
+        raise Fatal(f"{folder}: an adapter cannot be written ({error}): free space, or set TMPDIR") from error
 
 
 def written_wrongly(adapter: StagedAdapter, folder: Path) -> list[str]:

@@ -345,13 +345,18 @@ class VllmEngine:
         self, job_id: str, version: int, adapter: StagedAdapter | None, *, keep_kv: bool = False
     ) -> list[str]:
         """See `ports.AdapterEngine`; compares what vLLM's processes have read."""
+        return await self._in_turn(lambda: self._load_adapter(job_id, version, adapter, keep_kv=keep_kv))
+
+    async def _load_adapter(
+        self, job_id: str, version: int, adapter: StagedAdapter | None, *, keep_kv: bool
+    ) -> list[str]:
         if adapter is None:
-            await self._in_turn(lambda: self._use_adapter(job_id, version, None, keep_kv=keep_kv))
+            await self._use_adapter(job_id, version, None, keep_kv=keep_kv)
             return []
         with TemporaryDirectory(prefix="rlboost-adapter-") as name:
             folder = Path(name)
             await run_in_thread("adapter-write", lambda: write_adapter(adapter, folder))
-            await self._in_turn(lambda: self._use_adapter(job_id, version, folder, keep_kv=keep_kv))
+            await self._use_adapter(job_id, version, folder, keep_kv=keep_kv)
             return await run_in_thread("adapter-verify", lambda: written_wrongly(adapter, folder))
 
     async def _use_adapter(self, job_id: str, version: int, folder: Path | None, *, keep_kv: bool) -> None:
