@@ -114,7 +114,7 @@ def write_adapter(adapter: StagedAdapter, folder: Path) -> None:
         "lora_alpha": adapter.scaling * adapter.rank,
         "target_modules": sorted(adapter.targets),
     }
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for name, *pair in adapter.factors():
         tensors.update(zip(factors_of(name), pair, strict=True))
     try:
