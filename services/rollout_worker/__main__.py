@@ -160,7 +160,7 @@ def _engines(settings: Settings) -> EngineFactory:
             kv_cache_bytes=settings.kv_cache_bytes,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             speculation=settings.speculation == "auto",
-            max_adapters=settings.max_adapters if settings.max_adapters > 1 else 0,
+            max_adapters=settings.held_adapters,
             max_adapter_rank=settings.max_adapter_rank,
         )
     return VllmFactory(
@@ -173,6 +173,8 @@ def _engines(settings: Settings) -> EngineFactory:
             tensor_parallel=settings.tensor_parallel,
             enable_sleep=settings.role == "reserved" or bool(settings.beside_url),
             pack_weights=settings.pack_weights,
+            max_adapters=settings.held_adapters,
+            max_adapter_rank=settings.max_adapter_rank,
             vllm_args=settings.vllm_args,
         )
     )

@@ -64,10 +64,11 @@ class Settings(ServiceSettings):
         "off: one token per pass. vllm has `speculative_config` in `RLBOOST_WORKER_VLLM_ARGS`",
     )
     max_adapters: int = Field(
-        8,
-        ge=1,
-        description="jobs that train LoRA adapters of the same model which the torch engine serves at once; 1: it "
-        "merges the adapter of one job into the weights, as vllm does",
+        0,
+        ge=0,
+        description="jobs that train LoRA adapters of the same model which the engine serves at once; 1: it merges the "
+        "adapter of one job into the weights; 0: 8 with torch, and 1 with vllm, which reserves memory for all at its "
+        "start",
     )
     max_adapter_rank: int = Field(
         64, ge=1, description="maximum rank of these adapters; one of a higher rank is merged, and served alone"
@@ -168,6 +169,12 @@ class Settings(ServiceSettings):
         if limit and info.data.get("beside_url") == "":
             raise ValueError("this is a limit for a server: name that with beside_url, or --beside")
         return limit
+
+    @property
+    def held_adapters(self) -> int:
+        """Return how many adapters the engine holds next to its weights; 0: it merges them."""
+        count = self.max_adapters or (8 if self.engine == "torch" else 1)
+        return count if count > 1 else 0
 
     @property
     def worker_name(self) -> str:

@@ -24,6 +24,12 @@ class Factors(NamedTuple):
     b: str
 
 
+def factors_of(name: str) -> Factors:
+    """Return the names of the two tensors that change the model tensor `name`."""
+    module = _PREFIX + name.removesuffix(".weight")
+    return Factors(module + _A, module + _B)
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """An adapter: the tensor W [out, in] becomes W + scaling * B @ A (LoRA, arXiv 2106.09685, section 4.1)."""
@@ -73,8 +79,7 @@ def adapter_of(config_json: str, tensors: Mapping[str, Shape], model: Mapping[st
         raise ConfigError(f"the adapter cannot be merged: adapter_config.json: {place}: {first['msg']}") from error
     factors = {}
     for name in sorted({_target_of(name) for name in tensors}):
-        module = _PREFIX + name.removesuffix(".weight")
-        pair = Factors(module + _A, module + _B)
+        pair = factors_of(name)
         shape = model.get(name, ())
         if (
             len(shape) != 2

@@ -17,7 +17,6 @@ torch = pytest.importorskip("torch")
 from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - only where torch is
 from rlboost.services.rollout_worker.adapters.torch.lora import Adapters  # noqa: E402
-from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402
 from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
 from rlboost.services.rollout_worker.fakes import FakeAdapter  # noqa: E402
 from rlboost.services.rollout_worker.ports import EngineClosed  # noqa: E402
@@ -25,50 +24,20 @@ from rlboost.shared.errors import UnsuitableWeights  # noqa: E402
 from rlboost.shared.weights.cached_version import AdaptedVersion, CachedVersion  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
 from tests.support.adapter_versions import (  # noqa: E402
-    ATTENTION,
-    MLP,
+    JOBS,
+    PROMPTS,
+    Shared,
     adapter_tensors,
-    merged,
     pulled_base,
+    requests,
     staged_adapter,
 )
-from tests.support.engines import Collected, Collector, request, run  # noqa: E402
+from tests.support.engines import request, run  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402
 from tests.support.staged_versions import pulled  # noqa: E402
 from tests.support.staged_weights import shard  # noqa: E402
 
 SLOTS = 24
-JOBS: dict[str, dict[str, Any]] = {
-    "a": {"seed": 1},
-    "b": {"seed": 2, "rank": 1},
-    "c": {"seed": 3, "rank": 16, "targets": ATTENTION},
-    "d": {"seed": 4, "rank": 3, "targets": (*MLP, "q_proj")},
-}
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 + i] for i in range(3)]
-
-
-class Shared:
-    """One engine with the adapters of `JOBS`, and the model of each job, merged."""
-
-    def __init__(self, model: Any, engine: TorchEngine, directory: Path) -> None:
-        self.model, self.engine, self.directory = model, engine, directory
-        self.base = pulled_base(model, directory)
-        self.models = {"": model}
-
-    async def load(self, job: str, version: int = 1, **adapter: Any) -> None:
-        """Load an adapter of a job, made as `adapter` says."""
-        tensors = adapter_tensors(self.model, **adapter)
-        staged = staged_adapter(self.base, tensors, self.directory, version=version)
-        assert self.engine.adapter_refusal(staged) == ""
-        assert await self.engine.load_adapter(job, version, staged) == []
-        self.models[job] = merged(self.model, staged)
-
-    def assert_logprobs(self, asked: Request, made: Collected, job: str | None = None) -> None:
-        model = self.models[asked.job_id if job is None else job]
-        expected = tiny_models.logprobs(model, asked.prompt, made.tokens, asked.sampling.temperature)
-        assert made.logprobs == pytest.approx(expected, abs=1e-4)
-
-
 Start = Callable[..., Awaitable[Shared]]
 
 
@@ -92,20 +61,11 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         await engine.close()
 
 
-def requests(**sampling: Any) -> list[Request]:
-    """Return requests of all jobs and of none, with prompts in common and different lengths."""
-    jobs = ["", *JOBS]
-    return [
-        replace(request(i, prompt=PROMPTS[i % 3], max_tokens=5 + (i * 37) % 60, **sampling), job_id=jobs[i % 5])
-        for i in range(2 * SLOTS)
-    ]
-
-
 @pytest.mark.parametrize("name", ["qwen3-tied", "llama-untied"])
 @pytest.mark.parametrize("drafts", [False, True])
 async def test_logprobs_of_each_row_are_those_of_its_merged_model(name: str, drafts: bool, start: Start) -> None:
     shared = await start(name, drafter=Drafter(SLOTS) if drafts else None)
-    asked = requests()
+    asked = requests(2 * SLOTS)
     for one, made in zip(asked, await run(shared.engine, asked), strict=True):
         shared.assert_logprobs(one, made)
         assert set(made.versions) == {1 if one.job_id else 0}
@@ -115,22 +75,7 @@ async def test_logprobs_of_each_row_are_those_of_its_merged_model(name: str, dra
 
 async def test_new_adapter_of_one_job_changes_no_row_of_another(start: Start) -> None:
     shared = await start()
-    before = dict(shared.models)
-    asked = [replace(one, sampling=request(0, max_tokens=90).sampling) for one in requests()[:20]]
-    collector = Collector(shared.engine)
-    shared.engine.submit(asked)
-    await eventually(lambda: shared.engine.stats().tokens_generated_total > 5 * len(asked))
-    await shared.load("b", version=2, seed=9, rank=2)
-    for one, made in zip(asked, await collector.all_ended(asked), strict=True):
-        if one.job_id != "b":
-            shared.assert_logprobs(one, made)
-            continue
-        n_old = made.versions.count(1)
-        assert made.versions == [1] * n_old + [2] * (len(made.tokens) - n_old)
-        assert 0 < n_old < len(made.tokens)
-        for model, part in ((before["b"], slice(n_old)), (shared.models["b"], slice(n_old, None))):
-            expected = tiny_models.logprobs(model, one.prompt, made.tokens, one.sampling.temperature)
-            assert made.logprobs[part] == pytest.approx(expected[part], abs=1e-4)
+    await shared.assert_new_adapter_changes_no_row_of_another(20)
 
 
 async def test_scores_and_samples_of_a_suspended_engine_are_those_of_the_job(start: Start) -> None:
@@ -146,7 +91,7 @@ async def test_scores_and_samples_of_a_suspended_engine_are_those_of_the_job(sta
 
 async def test_batch_invariant_bits_depend_on_no_other_adapter(start: Start) -> None:
     shared = await start()
-    asked = requests(batch_invariant=True)
+    asked = requests(2 * SLOTS, batch_invariant=True)
     together = await run(shared.engine, asked)
     alone = await start()
     for job in set(JOBS) - {"c"}:
@@ -161,7 +106,7 @@ async def test_batch_invariant_bits_depend_on_no_other_adapter(start: Start) -> 
 async def test_load_of_other_weights_drops_all_adapters(start: Start) -> None:
     shared = await start()
     await shared.engine.load_weights(5, CachedVersion(shared.base))
-    asked = requests()[:10]
+    asked = requests(10)
     for one, made in zip(asked, await run(shared.engine, asked), strict=True):
         shared.assert_logprobs(one, made, job="")
         assert set(made.versions) == {5}

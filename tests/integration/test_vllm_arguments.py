@@ -98,3 +98,19 @@ def test_every_argument_in_the_tables_exists_in_vllm() -> None:
 
     known = {field.name for field in fields(AsyncEngineArgs)}
     assert {*REFUSED_ARGUMENTS, *SUSPECT_ARGUMENTS} <= known
+
+
+def test_vllm_holds_adapters_of_models_that_support_them_if_it_is_to() -> None:
+    vllm_engines.require()
+    from rlboost.services.rollout_worker.adapters.vllm.arguments import engine_args, model_folder  # noqa: PLC0415
+    from tests.support import tiny_models  # noqa: PLC0415 - imports torch
+
+    def enabled(config: Any, **options: Any) -> bool:
+        return bool(engine_args(model_folder(config.to_dict()), VllmOptions(1, **options)).enable_lora)
+
+    assert enabled(vllm_engines.config(), max_adapters=2)
+    assert not enabled(vllm_engines.config())
+    assert not enabled(tiny_models.CONFIGS["qwen3-moe"], max_adapters=2)
+    assert not enabled(tiny_models.CONFIGS["gpt2"], max_adapters=2)
+    with pytest.raises(ConfigError, match=r"RLBOOST_WORKER_MAX_ADAPTER_RANK is 600, and vllm holds .* rank 512: lower"):
+        enabled(vllm_engines.config(), max_adapters=2, max_adapter_rank=600)

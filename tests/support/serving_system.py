@@ -72,10 +72,10 @@ class System:
         env = {f"{prefix}{key}": value for key, value in settings.items()}
         return ServiceProcess(name, prefix, self.directory, self.redis.url, env)
 
-    def start_services(self) -> None:
+    def start_services(self, workers: Sequence[str] = ("w1", "w2")) -> None:
         """Start all processes; there is no job yet."""
         self.manager.start()
-        for name in ("w1", "w2"):
+        for name in workers:
             self.hire(name)
         self.store.start()
 
@@ -85,12 +85,10 @@ class System:
         self.job = self.create_job("tiny", str(self.model))
         self.remote = self.create_job("remote", "some/where/else")
 
-    def hire(self, name: str) -> None:
+    def hire(self, name: str, **settings: str) -> None:
         (self.directory / name).mkdir()
-        cache = str(self.directory / name / "cache")
-        self.workers[name] = self._service(
-            "rollout_worker", "WORKER", URL=self.manager.url, NAME=name, SLOTS="8", CACHE_DIR=cache
-        )
+        settings = {"SLOTS": "8", "CACHE_DIR": str(self.directory / name / "cache"), **settings}
+        self.workers[name] = self._service("rollout_worker", "WORKER", URL=self.manager.url, NAME=name, **settings)
         self.workers[name].launch()
 
     def create_job(self, name: str, model: str) -> str:
@@ -155,8 +153,8 @@ def calling_system(directory: Path) -> Iterator[System]:
         system.close()
 
 
-def until(condition: Any) -> None:
-    limit = time.monotonic() + WAIT_S
+def until(condition: Any, within_s: float = WAIT_S) -> None:
+    limit = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.02)

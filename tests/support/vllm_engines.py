@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _KV_CACHE_BYTES = 8 << 20
 _shared: dict[str, Any] = {}
-"""vLLM's `AsyncLLM` by slots and configuration; at most one."""
+"""vLLM's `AsyncLLM` by options and configuration; at most one."""
 _forks: dict[str, Any] = {}
 """The environment of the process that engine cores are forked from, once there is one."""
 
@@ -83,15 +83,15 @@ def _fork_engine_cores() -> None:
     utils.get_mp_context = get_mp_context
 
 
-async def start(config: Any, *, slots: int, tokenizer_json: str = "") -> VllmEngine:
+async def start(config: Any, *, slots: int, tokenizer_json: str = "", **settings: Any) -> VllmEngine:
     """Return an engine without weights over the vLLM that runs this model; one of another model is ended first.
 
     The tests that share it must share an event loop: `pytest.mark.asyncio(loop_scope="module")`.
     """
     from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine  # noqa: PLC0415 - see require
 
-    options = _options(slots)
-    key = f"{slots} {config.to_json_string()} {tokenizer_json}"
+    options = VllmOptions(slots=slots, kv_cache_bytes=_KV_CACHE_BYTES, enable_sleep=True, **settings)
+    key = f"{options} {config.to_json_string()} {tokenizer_json}"
     if key not in _shared or _shared[key].errored:
         end_shared()
         _shared[key] = await run_in_thread(
@@ -101,10 +101,6 @@ async def start(config: Any, *, slots: int, tokenizer_json: str = "") -> VllmEng
     await llm.pause_generation(mode="abort", clear_cache=True)
     await llm.wake_up()  # which also lets it decode again
     return VllmEngine(llm, options)
-
-
-def _options(slots: int) -> VllmOptions:
-    return VllmOptions(slots=slots, kv_cache_bytes=_KV_CACHE_BYTES, enable_sleep=True)
 
 
 def _started(config_json: str, options: Any, tokenizer_json: str) -> Any:

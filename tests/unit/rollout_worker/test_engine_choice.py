@@ -19,6 +19,7 @@ from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, argument_error
 from rlboost.services.rollout_worker.settings import Settings
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.process.modules import EngineName
 from rlboost.shared.settings import read
 
 find_spec = importlib.util.find_spec
@@ -68,13 +69,20 @@ def test_engine_arguments_are_read_as_json_and_refused_for_the_torch_engine(monk
 
 
 @pytest.mark.parametrize(
+    ("engine", "given", "held"), [("torch", 0, 8), ("torch", 1, 0), ("vllm", 0, 0), ("vllm", 1, 0), ("vllm", 4, 4)]
+)
+def test_vllm_holds_several_adapters_only_if_told_to(engine: EngineName, given: int, held: int) -> None:
+    assert Settings(engine=engine, max_adapters=given).held_adapters == held
+
+
+@pytest.mark.parametrize(
     ("name", "value", "why"),
     [
         ("logits_processors", ["a:B"], "logits_processors is refused: it changes the distribution"),
         ("logits_processors", None, ""),
         ("override_generation_config", {"top_k": 20}, "only the job file and clients may set"),
         ("watermark_config", {"a": 1}, "a watermark changes"),
-        ("enable_lora", True, "published merged"),
+        ("enable_lora", True, "RLBOOST_WORKER_MAX_ADAPTERS says how many adapters"),
         ("logprobs_mode", "raw_logprobs", ""),
         ("logprobs_mode", "processed_logits", "use processed_logprobs or raw_logprobs"),
         ("max_num_batched_tokens", 8192, ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,28 @@ def test_tokens_before_and_after_a_version_are_emitted_separately(table: Streame
     assert emissions == [(1, [6, 7], [-0.5, -0.25], 0, FINISH_NONE), (3, [8], [-1.0], 1, FINISH_LENGTH)]
     assert table.generated_total == 3
     assert table.take_emissions() == []
+
+
+def test_version_of_a_jobs_adapter_is_that_of_its_requests_alone(table: StreamedRequests) -> None:
+    table.submit([request(1), replace(request(2), job_id="a")])
+    lives = table.start()
+    for begin in (("a", 7), ("a", 8), ("", 3)):
+        for live in lives:
+            table.extend(live, [6], [-0.5])
+        table.begin_version(begin[1], begin[0])
+    for live in lives:
+        table.extend(live, [6], [-0.5])
+    made = {(e.sample, e.offset): e.version for e in table.take_emissions()}
+    assert made == {
+        (1, 0): 0,
+        (1, 1): 0,
+        (1, 2): 0,
+        (1, 3): 3,
+        (2, 0): 0,
+        (2, 1): 7,
+        (2, 2): 8,
+        (2, 3): 3,
+    }
 
 
 def test_repeated_submission_is_a_conflict_and_adds_nothing(table: StreamedRequests) -> None:

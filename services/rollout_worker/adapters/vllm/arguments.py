@@ -8,18 +8,25 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm import AsyncEngineArgs, envs
 from vllm import __version__ as vllm_version
 from vllm.config import StructuredOutputsConfig, WeightTransferConfig
+from vllm.config.lora import MaxLoRARanks
+from vllm.model_executor.models import ModelRegistry, supports_lora
 from vllm.platforms import current_platform
 
 from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, argument_error
-from rlboost.shared.errors import ConfigError, UnsuitableWeights
+from rlboost.services.rollout_worker.ports import StagedAdapter
+from rlboost.shared.errors import ConfigError, Fatal, UnsuitableWeights
 from rlboost.shared.files import replace_file
+from rlboost.shared.model.experts import is_mixture
+from rlboost.shared.weights.lora import factors_of
 
 # --- The folder that vLLM reads a model's `config.json` from ----------------------------------------------------------
 
@@ -77,6 +84,53 @@ def _architectures(config: dict[str, Any]) -> list[str]:
     return [name]
 
 
+# --- The folder that vLLM reads an adapter from -----------------------------------------------------------------------
+
+
+_ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Layers that adapters may change: for each, vLLM reserves memory at its start."""
+_ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def adapter_refusal(adapter: StagedAdapter, max_rank: int) -> str:
+    """Return why vLLM cannot hold an adapter next to its weights; empty if it can."""
+    if adapter.rank > max_rank:
+        return f"its rank {adapter.rank} is above RLBOOST_WORKER_MAX_ADAPTER_RANK, {max_rank}"
+    others = sorted(name for name in adapter.targets if name.removesuffix(".weight").rpartition(".")[2] not in _ADAPTED)
+    return f"{others[0]} is none of the layers that vllm workers adapt: {', '.join(_ADAPTED)}" if others else ""
+
+
+def write_adapter(adapter: StagedAdapter, folder: Path) -> None:
+    """Write an adapter as PEFT does.
+
+    Raises:
+        Corrupt: see `StagedAdapter.factors`.
+        Fatal: the folder cannot be written.
+
+    """
+    config = {
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "lora_alpha": adapter.scaling * adapter.rank,
+        "target_modules": sorted(adapter.targets),
+    }
+    tensors: dict[str, Any] = {}
+    for name, *pair in adapter.factors():
+        tensors.update(zip(factors_of(name), pair, strict=True))
+    try:
+        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        save_file(tensors, folder / _ADAPTER_FILE)
+    except (OSError, SafetensorError) as error:
+        raise Fatal(f"{folder}: an adapter cannot be written ({error}): free space, or set TMPDIR") from error
+
+
+def written_wrongly(adapter: StagedAdapter, folder: Path) -> list[str]:
+    """Return the names of an adapter's tensors that the folder has with other bits."""
+    tensors = load_file(folder / _ADAPTER_FILE)
+    pairs = ((name, factors_of(name)) for name in adapter.targets)
+    return adapter.factors_differing((name, tensors[pair.a], tensors[pair.b]) for name, pair in pairs)
+
+
 # --- Arguments --------------------------------------------------------------------------------------------------------
 
 
@@ -110,7 +164,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
     """
     known = {field.name for field in fields(AsyncEngineArgs)}
-    owned = _own_arguments(Path(), VllmOptions(1)).keys() - {"logprobs_mode"}
+    own = {**_own_arguments(Path(), VllmOptions(1)), **_adapter_arguments(VllmOptions(1))}
+    owned = own.keys() - {"logprobs_mode"}
     for name, value in arguments.items():
         if error := argument_error(name, value):
             raise ConfigError(f"RLBOOST_WORKER_VLLM_ARGS: {error}")
@@ -127,18 +182,55 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def engine_args(directory: Path, options: VllmOptions) -> AsyncEngineArgs:
-    """Return the arguments of an engine whose model is in a directory."""
+    """Return the arguments of an engine whose model is in a directory.
+
+    Raises:
+        ConfigError: vLLM supports no adapters of the maximum rank.
+
+    """
+    config = json.loads((directory / "config.json").read_text())
     return AsyncEngineArgs(
-        **{**_own_arguments(directory, options), **_corrections(directory, options), **options.vllm_args}
+        **{
+            **_own_arguments(directory, options),
+            **(_corrections(config) if options.device == "cpu" else {}),
+            **(_adapter_arguments(options) if options.max_adapters and _holds_adapters(config) else {}),
+            **options.vllm_args,
+        }
     )
 
 
-def _corrections(directory: Path, options: VllmOptions) -> dict[str, Any]:
-    """Return arguments without which vLLM 0.32 computes wrongly; the user's take precedence."""
-    if options.device != "cpu" or "kv_lora_rank" not in json.loads((directory / "config.json").read_text()):
-        return {}
+def _corrections(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments without which vLLM 0.32 computes wrongly on a CPU; the user's take precedence."""
     # The CPU kernel rotates wrong parts of the queries of latent attention, which have three dimensions.
-    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if "kv_lora_rank" in config else {}
+
+
+def _holds_adapters(config: Mapping[str, Any]) -> bool:
+    """Return True if vLLM can hold adapters of this model, and a test has shown that it computes them."""
+    # With adapters, vLLM 0.32 computes experts by kernels that CPUs do not have.
+    is_tested = not is_mixture(config) and "vision_config" not in config
+    known = ModelRegistry.models.get(config["architectures"][0]) if is_tested else None
+    return known is not None and supports_lora(known.load_model_cls())
+
+
+def _adapter_arguments(options: VllmOptions) -> dict[str, Any]:
+    ranks = get_args(MaxLoRARanks)
+    rank = next((one for one in ranks if one >= options.max_adapter_rank), None)
+    if rank is None:
+        raise ConfigError(
+            f"RLBOOST_WORKER_MAX_ADAPTER_RANK is {options.max_adapter_rank}, and vllm holds adapters up to rank "
+            f"{max(ranks)}: lower it"
+        )
+    # The one that makes room for a new one is removed after the load. And for requests without an adapter, the CPU
+    # kernels of vLLM 0.32 compute the last place of all, so that must stay empty.
+    slots = options.max_adapters + (2 if options.device == "cpu" else 1)
+    return {
+        "enable_lora": True,
+        "max_loras": slots,
+        "max_cpu_loras": slots,
+        "max_lora_rank": rank,
+        "lora_target_modules": [*_ADAPTED],
+    }
 
 
 def _own_arguments(directory: Path, options: VllmOptions) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -28,12 +28,20 @@ from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlboost.services.rollout_worker.adapters.vllm import plugin
-from rlboost.services.rollout_worker.adapters.vllm.arguments import check_device, engine_args, model_folder
+from rlboost.services.rollout_worker.adapters.vllm.arguments import (
+    adapter_refusal,
+    check_device,
+    engine_args,
+    model_folder,
+    write_adapter,
+    written_wrongly,
+)
 from rlboost.services.rollout_worker.adapters.vllm.load_errors import decode_load_error
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, logprobs_error, supported_options
 from rlboost.services.rollout_worker.domain.frames import LiveRequest, StreamedRequests
@@ -45,9 +53,10 @@ from rlboost.services.rollout_worker.ports import (
     EngineClosed,
     EngineFailed,
     Sequences,
+    StagedAdapter,
     StagedWeights,
 )
-from rlboost.shared.errors import ConfigError, RLBoostError, UnsuitableWeights, leaves
+from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, UnsuitableWeights, leaves
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP
 from rlboost.shared.model.folder import require_unquantized
 from rlboost.shared.process.system import run_in_thread
@@ -119,7 +128,8 @@ class VllmEngine:
     def __init__(self, llm: AsyncLLM, options: VllmOptions) -> None:
         cache = llm.vllm_config.cache_config
         self.slots = options.slots
-        self.adapters: AdapterEngine | None = None
+        self.max_adapters = options.max_adapters
+        self.adapters: AdapterEngine | None = self if llm.vllm_config.lora_config is not None else None
         self.kv_tokens = int(cache.kv_cache_size_tokens or 0)
         self.kv_block_tokens = int(cache.block_size) if cache.enable_prefix_caching else 0
         self.max_request_tokens = 0
@@ -129,6 +139,10 @@ class VllmEngine:
         self.llm = llm
         """Used by benchmarks."""
         self._can_sleep = options.enable_sleep
+        self._max_adapter_rank = options.max_adapter_rank
+        self._adapters: dict[str, LoRARequest] = {}
+        """Job -> its adapter, as its new requests name it."""
+        self._adapter_ids = count(1)
         self._new_requests = partial(
             StreamedRequests,
             options.slots,
@@ -256,8 +270,7 @@ class VllmEngine:
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        salted = {"prompt_token_ids": [*prompt, *given], "cache_salt": str(self._n_loads)}
-        async for output in self.llm.generate(salted, params, request_id=str(next(self._ids))):
+        async for output in self._generate([*prompt, *given], params, live.request.job_id):
             (completion,) = output.outputs
             if completion.finish_reason == "length":
                 scored = output.prompt_logprobs
@@ -270,7 +283,8 @@ class VllmEngine:
 
     async def _follow(self, live: LiveRequest, requests: StreamedRequests, params: SamplingParams) -> None:
         request, sampling = live.request, live.request.sampling
-        async for completion in self._generate([*request.prompt, *live.tokens], params):
+        async for output in self._generate([*request.prompt, *live.tokens], params, request.job_id):
+            (completion,) = output.outputs
             requests.extend(live, completion.token_ids, *_logprobs(completion.logprobs, sampling.top_logprobs))
             if completion.finish_reason in _FINISH:
                 routed = completion.routed_experts if sampling.routed_experts else None
@@ -286,11 +300,13 @@ class VllmEngine:
             elif not requests.is_live(live):
                 raise asyncio.CancelledError  # its output is not a number: abort it in vLLM
 
-    async def _generate(self, tokens: list[int], params: SamplingParams) -> Any:
-        # Salted: a new request must not share a prefix whose keys and values were computed with older weights.
-        prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._n_loads)}
-        async for output in self.llm.generate(prompt, params, request_id=str(next(self._ids))):
-            yield output.outputs[0]
+    async def _generate(self, tokens: list[int], params: SamplingParams, job_id: str) -> Any:
+        # Salted: a new request must not share a prefix whose keys and values were computed with older weights. Neither
+        # does it share one of another adapter, or of an older version, which have other names.
+        prompt, request_id = {"prompt_token_ids": tokens, "cache_salt": str(self._n_loads)}, str(next(self._ids))
+        adapter = self._adapters.get(job_id)
+        async for output in self.llm.generate(prompt, params, request_id=request_id, lora_request=adapter):
+            yield output
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -325,6 +341,8 @@ class VllmEngine:
     async def _load(self, version: int, update: Mapping[str, Any], *, keep_kv: bool) -> None:
         await self._wake("weights")
         await self._pause(keep_kv=keep_kv)
+        await self._abort_streams(self._adapters)  # vLLM drops all adapters
+        self._adapters.clear()
         self._n_loads += 1
         try:
             await self._update(version, update)
@@ -349,20 +367,83 @@ class VllmEngine:
         if failed:
             raise RuntimeError(failed[0])
 
+    def adapter_refusal(self, adapter: StagedAdapter) -> str:
+        return adapter_refusal(adapter, self._max_adapter_rank)
+
+    async def load_adapter(
+        self, job_id: str, version: int, adapter: StagedAdapter | None, *, keep_kv: bool = False
+    ) -> list[str]:
+        """See `ports.AdapterEngine`; compares what vLLM's processes have read."""
+        return await self._in_turn(lambda: self._load_adapter(job_id, version, adapter, keep_kv=keep_kv))
+
+    async def _load_adapter(
+        self, job_id: str, version: int, adapter: StagedAdapter | None, *, keep_kv: bool
+    ) -> list[str]:
+        if adapter is None:
+            await self._use_adapter(job_id, version, None, keep_kv=keep_kv)
+            return []
+        with TemporaryDirectory(prefix="rlboost-adapter-") as name:
+            folder = Path(name)
+            await run_in_thread("adapter-write", lambda: write_adapter(adapter, folder))
+            await self._use_adapter(job_id, version, folder, keep_kv=keep_kv)
+            return await run_in_thread("adapter-verify", lambda: written_wrongly(adapter, folder))
+
+    async def _use_adapter(self, job_id: str, version: int, folder: Path | None, *, keep_kv: bool) -> None:
+        if folder is not None and len(self._adapters.keys() - {job_id}) > self.max_adapters:
+            raise Fatal(f"more adapters than {self.max_adapters} and the one that a new one replaces are loaded")
+        await self._wake("weights")
+        await self._pause(keep_kv=keep_kv)
+        held = self._adapters.get(job_id)
+        if folder is None or held is None:
+            await self._abort_streams([job_id])  # a request keeps the adapter that it began with, or none
+        if folder is None:
+            await self._drop_adapter(job_id)
+        else:
+            # The id of the old one: requests that keep their KV caches continue with the new one.
+            number = next(self._adapter_ids) if held is None else held.lora_int_id
+            name = f"{job_id} {version} {next(self._adapter_ids)}"
+            try:
+                await self.llm.add_lora(LoRARequest(name, number, str(folder), load_inplace=True))
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                raise UnsuitableWeights(f"vllm could not load the adapter of version {version}: {error}") from error
+            self._adapters[job_id] = LoRARequest(name, number, str(folder))
+        self._requests.begin_version(version, job_id)
+        if not self._is_suspended:
+            await self._decode()
+
+    async def unload_adapter(self, job_id: str) -> None:
+        await self._in_turn(lambda: self._drop_adapter(job_id))
+
+    async def _drop_adapter(self, job_id: str) -> None:
+        if (held := self._adapters.pop(job_id, None)) is not None:
+            await self.llm.remove_lora(held.lora_int_id)
+
+    async def _abort_streams(self, jobs: Collection[str]) -> None:
+        """Abort the requests of some jobs in vLLM; they start again when it decodes."""
+        streams = [task for live, task in self._streams.items() if live.request.job_id in jobs]
+        for task in streams:
+            task.cancel()
+        if streams:
+            await asyncio.wait(streams)
+
     async def score(self, sequences: Sequences, temperature: float, job_id: str = "") -> list[list[float]]:
         """See `ports.Engine`.
 
         Each token is one request, so the forward pass and the temperature are those of generation; vLLM's
         `prompt_logprobs` would skip the latter.
         """
-        del job_id
-        return await self._in_turn(lambda: self._score(sequences, temperature))
+        return await self._in_turn(lambda: self._score(sequences, temperature, job_id))
 
-    async def _score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+    async def _score(self, sequences: Sequences, temperature: float, job_id: str) -> list[list[float]]:
         await self._wake("weights", "kv_cache")
         await self.llm.resume_generation()
         scores = [
-            [self._score_token([*prompt, *completion[:at]], token, temperature) for at, token in enumerate(completion)]
+            [
+                self._score_token([*prompt, *completion[:at]], token, temperature, job_id)
+                for at, token in enumerate(completion)
+            ]
             for prompt, completion in sequences
         ]
         async with asyncio.TaskGroup() as group:
@@ -376,6 +457,7 @@ class VllmEngine:
     async def _sample(self, requests: Sequence[Request]) -> list[Emission]:
         own = self._new_requests()
         own.begin_version(self._requests.version)
+        own.job_versions.update(self._requests.job_versions)
         own.submit(requests)
         await self._wake("weights", "kv_cache")
         await self.llm.resume_generation()
@@ -385,11 +467,12 @@ class VllmEngine:
         await self.llm.pause_generation(mode="abort", clear_cache=True)
         return own.take_emissions()
 
-    async def _score_token(self, tokens: list[int], token: int, temperature: float) -> float:
+    async def _score_token(self, tokens: list[int], token: int, temperature: float, job_id: str) -> float:
         params = SamplingParams(
             temperature=temperature, max_tokens=1, ignore_eos=True, logprob_token_ids=[token], detokenize=False
         )
-        async for completion in self._generate(tokens, params):
+        async for output in self._generate(tokens, params, job_id):
+            (completion,) = output.outputs
             # With speculative decoding vLLM may return none.
             return float(completion.logprobs[0][token].logprob) if completion.logprobs else math.nan
         raise RuntimeError("vllm ended a request without a token")

@@ -17,11 +17,11 @@ REFUSED_ARGUMENTS: Mapping[str, str] = {
     "watermark_config": "a watermark changes the distribution that tokens are drawn from",
     "diffusion_config": "training needs a log-probability of each token given all tokens before it",
     "enable_trace_replay": "it replaces sampled tokens by recorded ones",
-    "enable_lora": "adapters are published merged with their model",
+    "enable_lora": "RLBOOST_WORKER_MAX_ADAPTERS says how many adapters it holds",
     "runner": "a worker generates text",
     "convert": "a worker generates text",
 }
-"""Engine arguments with which no sample could be trained on -> why.
+"""Engine arguments that are refused, most since no sample could be trained on with them -> why.
 
 RLBoost sets `generation_config`, so vLLM does not apply a model's own top-k or penalties."""
 SUSPECT_ARGUMENTS: Mapping[str, str] = {
@@ -61,6 +61,10 @@ class VllmOptions:
     """True if a suspended engine frees device memory, including weights, where vLLM supports it."""
     pack_weights: bool = True
     """On a CPU: pack the weights of linear layers for speed, so that each version is loaded whole."""
+    max_adapters: int = 0
+    """How many jobs it serves at once with LoRA adapters of the same weights; 0 = adapters are merged."""
+    max_adapter_rank: int = 64
+    """An adapter of a higher rank is merged."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's `AsyncEngineArgs`; see `arguments.check_arguments`."""
 

@@ -41,6 +41,10 @@ _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 that a loader could write to."""
 
 
+_WRAPPED = ".base_layer."
+"""What vLLM inserts into the names of a layer that adapters may change."""
+
+
 class NoPlacements(Exception):
     """The engine's memory cannot be written in place."""
 
@@ -205,7 +209,7 @@ class CacheWeightTransfer(WeightTransferEngine[NoInit, Update]):  # type: ignore
             weights = cached_version(pulled)
             shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
             loaded = self.model.load_weights(self._unrounded(weights.tensors(), shapes))
-            if missing := sorted(loadable - loaded):
+            if missing := sorted({name.replace(_WRAPPED, ".") for name in loadable} - loaded):
                 raise UnsuitableWeights(f"the version lacks {len(missing)} weights of the model, such as {missing[0]}")
         finally:
             # Without this, what a failed load has loaded would count as part of the next version.
