@@ -180,7 +180,7 @@ def _scorer(config: Settings, spec: JobSpec, name: str, data: Data, created: dat
 
 
 def _environments(spec: JobSpec, waits: Waits, folder: Path, style: CallStyle) -> EnvironmentPool | None:
-    if spec.agent is not None and spec.agent.remote:
+    if spec.agent is not None and not spec.agent.runs_here:
         return None
     if spec.agent is not None:
         return EnvironmentPool(spec.agent, waits, UserCodeLog(folder / "agent.log"), style)

@@ -36,6 +36,7 @@ from rlboost.services.trainer.step.intake import Intake
 from rlboost.services.trainer.step.judging import Judges
 from rlboost.services.trainer.step.run import StepRun
 from rlboost.services.trainer.step.scoring import logged_samples
+from rlboost.services.trainer.step.sessions import other_policies, watch_policies
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, OfflineJob, to_json
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Delete
@@ -222,7 +223,9 @@ class JobRun:
             renewing = scoring.create_task(renew_images(job), name="renew-images")
             judges = await Judges.load(job) if spec.judges else None
             judging = None if judges is None else scoring.create_task(judges.read(), name="read-judges")
-            intake = Intake(job, state, scoring, curriculum, resampling, judges)
+            others = await other_policies(job)
+            watching = scoring.create_task(watch_policies(job, others), name="watch-policies")
+            intake = Intake(job, state, scoring, curriculum, resampling, judges, others)
             if judges is not None:
                 checkpoints.more_trims = judges.trims
             for step in range(state.step, plan.last_step(spec) + 1):
@@ -239,6 +242,7 @@ class JobRun:
                 await self._save(intake, spec.steps)
             restoring.cancel()
             renewing.cancel()
+            watching.cancel()
             if judging is not None:
                 judging.cancel()
 

@@ -43,7 +43,7 @@ from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.services.trainer.step.durable import DurableCurriculum, DurableResampling, StepReplacements
 from rlboost.services.trainer.step.judging import MAX_JUDGING_S, Judges
 from rlboost.services.trainer.step.scoring import add_conversation_rewards, reward_batch, sample_summaries
-from rlboost.services.trainer.step.sessions import StepSessions
+from rlboost.services.trainer.step.sessions import OtherPolicy, StepSessions
 from rlboost.services.trainer.step.turns import StepTurns
 from rlboost.shared.errors import Fatal, Unprocessable, WaitTimedOut
 from rlboost.shared.ids import SampleId
@@ -102,7 +102,9 @@ class StepIntake:
             self.turns = StepTurns(job, step, self._planned, self.groups, ids, all_steps.scoring)
         else:
             self.groups = SessionCollector(job.no, step, sizes, spec.elastic.max_staleness, answered, least)
-            self.turns = StepSessions(job, step, self._planned, self.groups, ids, all_steps.scoring)
+            self.turns = StepSessions(
+                job, step, self._planned, self.groups, ids, all_steps.scoring, all_steps.other_policies
+            )
         self._tally = RolloutTally()
         if selection is not None:
             self._tally.measured |= selection.metrics()
@@ -414,6 +416,7 @@ class Intake:
         curriculum: DurableCurriculum | None,
         resampling: DurableResampling | None,
         judges: Judges | None = None,
+        other_policies: Sequence[OtherPolicy] = (),
     ) -> None:
         """Request no step yet.
 
@@ -424,9 +427,11 @@ class Intake:
             curriculum: chooses the prompts of each step; None: the epoch order does.
             resampling: records which groups were replaced by groups of other prompts; None if none can be.
             judges: ask the judges of the reward; None if it has none.
+            other_policies: those that learn with this one, and the job whose agent calls it.
 
         """
         self.job = job
+        self.other_policies = other_policies
         self.judges = judges
         self.scoring = scoring
         self.curriculum = curriculum
@@ -483,6 +488,8 @@ class Intake:
             agent = self.job.generating_spec.agent
             hosts = f", and a host of agents runs: 'rlboost agents {self.job.id}'" if agent and agent.remote else ""
             advice = f"check that a worker is ready to generate: 'rlboost worker list'{hosts}"
+            for other in self.other_policies:
+                advice += f"; and that a trainer runs job {other.job_id}: 'rlboost status {other.job_id}'"
             raise Fatal(f"{error}: {advice}") from error
         self._take()
         await self._answer_turns()
