@@ -183,7 +183,7 @@ class StepSessions:
             self._end_remote(rewarded.id, rewarded.rewarded)
         due = [sample for sample in self._waiting if self.evaluates or not SampleId.unpack(sample).is_eval]
         self._waiting = [sample for sample in self._waiting if SampleId.unpack(sample).is_eval and not self.evaluates]
-        for sample in [*due, *self._groups.take_begun_again()]:
+        for sample in dict.fromkeys([*due, *self._groups.take_begun_again()]):  # of an earlier process, it is in both
             session = self._groups.session(sample)
             if self._groups.is_awaited(session):
                 self._running[sample] = session
