@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
 
 from tests.support.black_box import ROOT, BlackBox, Observer, black_box
@@ -31,7 +32,9 @@ def team(**changes: Any) -> dict[str, Any]:
 def trainer_of(box: BlackBox, job_id: str) -> int:
     """Return the process that trains a job."""
     names = {process["name"]: process["pid"] for process in box.processes("trainer")}
-    return int(names[box.get(f"/v1/jobs/{job_id}")["trainer"]])
+    with redis.Redis.from_url(box.redis_url) as client:
+        name: Any = client.hget("rlboost:jobs.trainers", job_id)
+    return int(names[name.decode()])
 
 
 def test_team_survives_the_death_of_each_trainer_manager_and_worker(tmp_path: Path) -> None:

@@ -482,8 +482,14 @@ class Intake:
 
         """
         await self._answer_turns()  # `read_ahead` may have been cancelled before it did
+
+        def shown() -> str:
+            awaited = self._intakes[min(self._intakes)].turns.awaited
+            late = f"job {awaited} has not come to this step" if awaited else ""
+            return "; ".join(filter(None, (progress(), late)))
+
         try:
-            await self._finished.wait(what, because, progress)
+            await self._finished.wait(what, because, shown)
         except WaitTimedOut as error:
             agent = self.job.generating_spec.agent
             hosts = f", and a host of agents runs: 'rlboost agents {self.job.id}'" if agent and agent.remote else ""

@@ -144,6 +144,8 @@ class StepSessions:
         self._groups = groups
         self._ids = ids
         self._tasks = tasks
+        self.awaited = ""
+        """Another policy's job that has not come to this step; empty if there is none."""
         self.evaluates = False
         """Whether sessions of evaluation groups may begin, too."""
         self.tools: dict[int, Tools] = {}
@@ -364,10 +366,10 @@ class StepSessions:
         """Wait until another policy's trainer has opened a session; `Intake.read` limits this wait, too."""
         because = f"job {other.job_id} has not come to step {self._step + 1}"
         async with self._opening, self._job.waits.on("another policy", because=because, limit_s=MAX_OPENING_S):
-            while True:
-                if await self._job.bus.retry(lambda bus: bus.hash_get(other.redis_key, SESSION)) is not None:
-                    return
-                await asyncio.sleep(_OPEN_EVERY_S)
+            self.awaited = other.job_id
+            while await self._job.bus.retry(lambda bus: bus.hash_get(other.redis_key, SESSION)) is None:
+                await asyncio.sleep(_OPEN_EVERY_S)  # noqa: ASYNC110 - another process writes the field
+            self.awaited = ""
 
     async def _is_at_limit(self, session_id: SessionId, session: Session, start: str) -> bool:
         """Return True if a further call of this start, to any policy, was refused since it had used its turns."""
