@@ -150,6 +150,8 @@ OUR_FUNCTIONS: Mapping[str, Kind] = {
     "rlboost.examples.router.environment:Router": "environment",
     "rlboost.examples.second_try.agent:run": "agent",
     "rlboost.examples.second_try.environment:SecondTry": "environment",
+    "rlboost.examples.team.agent:run": "agent",
+    "rlboost.examples.team.agent:self_play": "agent",
 }
 """All of rlboost that a job file may name. `tests/unit/shared/test_user_code_allowed.py` walks all that it may not."""
 _WHERE = (

@@ -42,7 +42,7 @@ from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.data import DataSpec, DpoDataSpec, RewardDataSpec, Rows, SftDataSpec
 from rlboost.shared.job.file import load
 from rlboost.shared.job.reward import column_problem
-from rlboost.shared.job.spec import GeneratingJob, InvalidJob, JobSpec, OfflineJob, parse
+from rlboost.shared.job.spec import GeneratingJob, InvalidJob, JobSpec, OfflineJob, RlJob, parse
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.folder import REWARD_MODEL, read_config, require_reward_model
 from rlboost.shared.user_code import ForbiddenFunction, check_arguments
@@ -191,8 +191,22 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore, devices: De
     """
     try:
         spec = parse(raw)
+        policies = {name: spec.policy_job(name, "") for name in spec.policies} if isinstance(spec, RlJob) else {}
     except InvalidJob as error:
         return Found(error.problems, [])
+    found = _check(spec, on_part, devices)
+    for name, policy in policies.items():
+        on_part(f"checking policies.{name}")
+        more = _check(policy, on_part, devices)
+        new = [problem for problem in more.problems if problem not in found.problems]
+        found = found._replace(
+            problems=[*found.problems, *(type(problem)(f"policies.{name}: {problem}") for problem in new)],
+            advice=[*found.advice, *(f"policies.{name}: {advice}" for advice in more.advice)],
+        )
+    return found
+
+
+def _check(spec: JobSpec, on_part: Callable[[str], None], devices: DeviceSummary | None) -> Found:
     found: list[str | None] = [_model(spec.model), _resume(spec.trainer)]
     if spec.held_teacher:
         found.append(_model(spec.held_teacher, TEACHER))

@@ -180,7 +180,7 @@ def _scorer(config: Settings, spec: JobSpec, name: str, data: Data, created: dat
 
 
 def _environments(spec: JobSpec, waits: Waits, folder: Path, style: CallStyle) -> EnvironmentPool | None:
-    if spec.agent is not None and spec.agent.remote:
+    if spec.agent is not None and not spec.agent.runs_here:
         return None
     if spec.agent is not None:
         return EnvironmentPool(spec.agent, waits, UserCodeLog(folder / "agent.log"), style)
@@ -211,8 +211,8 @@ def _machines(
         return None
     if config.shared_device:
         raise ConfigError(
-            f"trainer.nodes is {spec.nodes}, but this trainer shares its device {config.shared_device} with trainers of "
-            "its machine (RLBOOST_TRAINER_SHARED_DEVICE), and no other machine takes part: set trainer.nodes to 1"
+            f"trainer.nodes is {spec.nodes}, but this trainer shares its device {config.shared_device} with trainers "
+            "of its machine (RLBOOST_TRAINER_SHARED_DEVICE), and no other machine takes part: set trainer.nodes to 1"
         )
     if machines is None:
         raise ConfigError(

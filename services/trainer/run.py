@@ -36,6 +36,7 @@ from rlboost.services.trainer.step.intake import Intake
 from rlboost.services.trainer.step.judging import OtherModels
 from rlboost.services.trainer.step.run import StepRun
 from rlboost.services.trainer.step.scoring import logged_samples
+from rlboost.services.trainer.step.sessions import other_policies, watch_policies
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, OfflineJob, to_json
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Delete
@@ -223,7 +224,9 @@ class JobRun:
             renewing = scoring.create_task(renew_images(job), name="renew-images")
             models = await OtherModels.load(job)
             judging = None if models is None else scoring.create_task(models.questions.read(), name="read-other-models")
-            intake = Intake(job, state, scoring, curriculum, resampling, models)
+            others = await other_policies(job)
+            watching = scoring.create_task(watch_policies(job, others), name="watch-policies")
+            intake = Intake(job, state, scoring, curriculum, resampling, models, others)
             if models is not None:
                 checkpoints.more_trims = models.questions.trims
             for step in range(state.step, plan.last_step(spec) + 1):
@@ -240,6 +243,7 @@ class JobRun:
                 await self._save(intake, spec.steps)
             restoring.cancel()
             renewing.cancel()
+            watching.cancel()
             if judging is not None:
                 judging.cancel()
 

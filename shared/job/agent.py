@@ -17,8 +17,8 @@ import json
 import re
 import reprlib
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -186,11 +186,14 @@ class Session:
     step: int
     is_eval: bool
     """Whether the sample is for an evaluation."""
+    policies: Mapping[str, Session] = field(default_factory=dict)
+    """The job's other policies by name: each has a session of its own, with the same sample and step."""
 
 
 MAX_REWARDS = 1024
 """Answers of a session with rewards of their own."""
 _ALL = '{"reward": 0.5}, which may have "cost" and "rewards": {answer.id: 1.0}'
+_POLICIES = '{"reward": 0.5, "policies": {NAME: 1.0}}'
 
 Agent = Callable[[Session, dict[str, Any]], Any]
 """`agent(session, row)` returns the reward, or `{"reward": 0.5}` with `cost` or `rewards` (see `Rewards`), or an
@@ -249,14 +252,17 @@ class AgentRun:
     async def step(self, text: str) -> Step:
         """Run the agent to its end."""
         start, given = secrets.token_hex(4), json.loads(text)
-        returned, raised = await self.run(Session(**{**given, "key": key_of_start(given["key"], start)}))
-        end = AgentEnd(start, raised, returned.rewards)
+        keys = {name: key_of_start(key, start) for name, key in given.pop("policies", {}).items()}
+        session = Session(**{**given, "key": key_of_start(given["key"], start)})
+        policies = {name: replace(session, key=key) for name, key in keys.items()}
+        returned, raised = await self.run(replace(session, policies=policies))
+        end = AgentEnd(start, raised, returned.rewards, returned.policies)
         return Step(json.dumps(end), returned.reward, done=True, cost=returned.cost)
 
     async def run(self, session: Session) -> tuple[Rewards, str]:
         """Run the agent; return its rewards, and what it raised, empty if it returned them."""
         try:
-            return _checked(await self._result(session)), ""
+            return _checked(await self._result(session), session.policies), ""
         except Exception as error:  # the user's agent may raise anything
             if (spent := spent_budget(error)) is not None:  # the job fails, not the session
                 raise spent from error
@@ -279,6 +285,8 @@ class Rewards(NamedTuple):
     """Id of an answer -> the reward of what ends with it."""
     cost: float
     """Of the session, such as dollars; not part of the reward."""
+    policies: Mapping[str, Rewards] = {}
+    """Other policy -> what its session gets."""
 
 
 NO_REWARDS = Rewards(0.0, {}, 0.0)
@@ -293,9 +301,21 @@ class AgentEnd(NamedTuple):
     """What it raised, for people; empty if it returned a reward."""
     rewards: Mapping[str, float]
     """See `Rewards`."""
+    policies: Mapping[str, Rewards] = {}
+    """See `Rewards`."""
 
 
-def _checked(returned: Any) -> Rewards:
+def _checked(returned: Any, policies: Collection[str] = ()) -> Rewards:
+    given = returned.get("policies", {}) if isinstance(returned, Mapping) else {}
+    if not isinstance(given, Mapping) or given.keys() != set(policies):
+        has = ", ".join(sorted(policies)) or "none"
+        raise TypeError(
+            f"the agent returned {reprlib.repr(returned)}, and the other policies of its job are {has}: reward each of "
+            f"them, as {_POLICIES}"
+        )
+    if policies:
+        own = _checked({name: value for name, value in returned.items() if name != "policies"})
+        return own._replace(policies={str(name): _checked(value) for name, value in given.items()})
     if not isinstance(returned, Mapping):
         return Rewards(_number(returned), {}, 0.0)
     rewards = returned.get("rewards", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -13,6 +14,7 @@ from rlboost.shared.job.data import DataSpec, Rows
 from rlboost.shared.job.fleet import (
     ExternalElasticSpec,
     HeldOutSet,
+    ModelSpec,
     SamplingSpec,
     ServedElasticSpec,
     held_out_sets,
@@ -147,3 +149,17 @@ class ServedJob(UntrainedJob):
 def served_id(job_id: str, model: str) -> str:
     """Return the id of the job that serves a model of a job."""
     return f"{job_id}.{model}"
+
+
+def served_jobs(job_id: str, spec: BaseJob) -> dict[str, ServedJob]:
+    """Return the jobs that serve the models of a job, by id: they follow from its file alone."""
+    models: Mapping[str, ModelSpec] = getattr(spec, "models", {})
+    return {
+        served_id(job_id, name): ServedJob(
+            name=f"{spec.name}.{name}",
+            model=model.model,
+            job=job_id,
+            elastic=ServedElasticSpec(share=model.share, max_dollars=model.max_dollars),
+        )
+        for name, model in models.items()
+    }

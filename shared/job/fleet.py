@@ -10,6 +10,7 @@ from pydantic import AwareDatetime, BeforeValidator, Field, ValidationError, fie
 
 from rlboost.shared.data.rows import Source
 from rlboost.shared.job.data import DataSpec, Rows
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
 from rlboost.shared.messages import InFlightPolicy
 from rlboost.shared.validation import Section, describe, off_is_no_boolean
 
@@ -311,3 +312,23 @@ def _merged(sampling: SamplingSpec, changes: Mapping[str, Any], section: str) ->
     except ValidationError as error:
         lines = (line.removeprefix("sampling.") for line in describe(error, SamplingSpec, "sampling"))
         raise ValueError("; ".join(f"{section}.{line}" for line in lines)) from error
+
+
+class PolicySpec(Section):
+    """Another policy that the job's agent calls, and that learns with the job's own.
+
+    A section that it has replaces the whole section of the job.
+    """
+
+    model: str = Field(min_length=1)
+    """Folder or Hugging Face id of the model that the policy starts from."""
+    sampling: SamplingSpec | None = None
+    """How its turns are sampled."""
+    optimizer: OptimizerSpec | None = None
+    """The optimizer of its model."""
+    lora: LoraSpec | None = None
+    """Its adapter, with `elastic.weights: lora`."""
+    trainer: TrainerSpec | None = None
+    """How its trainer runs."""
+    elastic: RlElasticSpec | None = None
+    """How it uses workers."""

@@ -319,6 +319,13 @@ class AgentSpec(ConversationSpec):
     """Maximum number of tokens that the model generates in one session; no limit by default."""
     timeout_s: float = Field(600.0, gt=0)
     """Seconds for one session."""
+    leader: str = ""
+    """Id of the job whose agent calls this policy: in the jobs that the manager derives from `policies`, in no file."""
+
+    @property
+    def runs_here(self) -> bool:
+        """Return True if the job's own trainer runs the agent."""
+        return not self.remote and not self.leader
 
     @model_validator(mode="after")
     def _runs_in_one_place(self) -> Self:

@@ -40,13 +40,13 @@ from rlboost.shared.job.fleet import (
     ModelSpec,
     OfflineElasticSpec,
     OfflineEvalSpec,
+    PolicySpec,
     RlElasticSpec,
     SamplingSpec,
-    ServedElasticSpec,
     VersionsSpec,
 )
 from rlboost.shared.job.reward import AgentSpec, ConversationSpec, EnvironmentSpec, RewardPart, RewardSpec
-from rlboost.shared.job.training import LoraSpec, OptimizerSpec
+from rlboost.shared.job.training import RESUME_WORDS, LoraSpec, OptimizerSpec
 from rlboost.shared.user_code import ForbiddenFunction, check_name
 from rlboost.shared.validation import Section, describe, one_of
 
@@ -206,6 +206,43 @@ class RlJob(_TrainingJob, _RewardedJob):
     """The algorithm."""
     eval: EvalSpec | None = None
     """Evaluation on held-out prompts; needs `data.eval` or `eval.sets`."""
+    policies: dict[_ModelName, PolicySpec] = Field(default_factory=dict)
+    """Other policies that learn with this one, by name: the job's agent calls them, too, and rewards each."""
+
+    def policy_job(self, name: str, job_id: str) -> RlJob:
+        """Return the job that trains another policy of this job; raises `InvalidJob`."""
+        assert self.agent is not None, "a job without an agent has no other policies"
+        given, file = self.policies[name], self.model_dump(mode="json")
+        sections = {key: getattr(given, key) or getattr(self, key) for key in _POLICY_SECTIONS}
+        lora = given.lora or (self.lora if sections["elastic"].weights == "lora" else None)
+        file |= {key: section.model_dump(mode="json") for key, section in sections.items()}
+        file |= {"name": f"{self.name}.{name}", "model": given.model, "lora": lora}
+        file |= {"reward": None, "models": {}, "policies": {}, "data": {**file["data"], "curriculum": None}}
+        # Its sessions are those of the job: one that begins again there continues the same session here.
+        file["agent"] |= {"leader": job_id, "replacements": 0}
+        try:
+            return RlJob.model_validate(file)
+        except ValidationError as error:
+            raise InvalidJob([f"policies.{name}: {line}" for line in describe(error, RlJob)]) from error
+
+    @model_validator(mode="after")
+    def _has_an_agent_for_its_policies(self) -> Self:
+        if not self.policies:
+            return self
+        if self.agent is None or self.agent.remote:
+            raise ValueError("policies: the job's agent calls them: give agent.function, without agent.remote")
+        if twice := sorted(self.policies.keys() & self.models.keys()):
+            raise ValueError(f"policies: {twice[0]} is also among models: give one of them another name")
+        if self.algorithm.resample or self.teacher is not None:
+            key = "resample" if self.algorithm.resample else "teacher"
+            raise ValueError(f"algorithm.{key}: not supported with policies, which have the same groups: remove it")
+        begins = [self.trainer.resume, *((given.trainer or self.trainer).resume for given in self.policies.values())]
+        if not (set(begins) <= set(RESUME_WORDS) or len({*begins, *RESUME_WORDS}) == len(begins) + len(RESUME_WORDS)):
+            raise ValueError(
+                "trainer.resume: each policy begins with a checkpoint of its own, all at the same step: give the job "
+                "and each of policies another one in its section trainer, or none of them"
+            )
+        return self
 
     @property
     def _learns_without_rewards(self) -> bool:
@@ -324,6 +361,10 @@ class RlJob(_TrainingJob, _RewardedJob):
                 "trainer.resume), or remove data.curriculum"
             )
         return self
+
+
+_POLICY_SECTIONS = ("sampling", "optimizer", "trainer", "elastic")
+"""Sections of a job that its other policies may have of their own."""
 
 
 class OfflineJob(_TrainingJob):
@@ -477,8 +518,11 @@ def parse_any(raw: object) -> AnyJob:
     problems = _forbidden_functions(job)
     if isinstance(job, OfflineJob) and job.data.eval is not None and job.eval is None:
         problems.append("data.eval: not used without a section eval: add eval: {every: 10}, or remove it")
+    if job.agent is not None and job.agent.leader:
+        problems.append("agent.leader: the manager sets it: remove it, and name other policies under policies")
     if problems:
         raise InvalidJob(problems)
+    policy_jobs("", job)
     return job
 
 
@@ -571,18 +615,11 @@ def parse_stored(raw: object) -> AnyJob:
     return cast("AnyJob", raw) if isinstance(raw, BaseJob) else _job(raw, is_stored=True)
 
 
-def served_jobs(job_id: str, spec: AnyJob) -> dict[str, ServedJob]:
-    """Return the jobs that serve the models of a job, by id: they follow from its file alone."""
-    models = spec.models if isinstance(spec, RlJob | EvalJob) else {}
-    return {
-        served_id(job_id, name): ServedJob(
-            name=f"{spec.name}.{name}",
-            model=model.model,
-            job=job_id,
-            elastic=ServedElasticSpec(share=model.share, max_dollars=model.max_dollars),
-        )
-        for name, model in models.items()
-    }
+def policy_jobs(job_id: str, spec: AnyJob) -> dict[str, RlJob]:
+    """Return the jobs that train the other policies of a job, by id; raises `InvalidJob` as `RlJob.policy_job` does."""
+    if not isinstance(spec, RlJob):
+        return {}
+    return {served_id(job_id, name): spec.policy_job(name, job_id) for name in spec.policies}
 
 
 StoredJob = Annotated[AnyJob, BeforeValidator(parse_stored)]

@@ -236,7 +236,10 @@ class SessionEnded(Message):
 
 @message
 class SessionRewarded(Message):
-    """Manager -> trainer: the host of an agent has ended its session. The first record of a session counts."""
+    """Manager, or trainer of the job whose agent calls this policy -> trainer: a session has ended elsewhere.
+
+    The first record of a session counts.
+    """
 
     session: PackedId
     start: str = ""

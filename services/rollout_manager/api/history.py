@@ -22,7 +22,7 @@ from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.http.access import SYSTEM, Principal
 from rlboost.shared.http.guard import principal_of
 from rlboost.shared.http.problem import Problem, problems, success
-from rlboost.shared.job.spec import served_jobs
+from rlboost.shared.job.base import served_jobs
 from rlboost.shared.messages import Event
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Bus, Entry, position

@@ -40,9 +40,9 @@ from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import GUARDED_ERRORS, Problem, Responses, problems
 from rlboost.shared.http.server import ErrorFormat, create_app
 from rlboost.shared.ids import MAX_JOBS, new_token
-from rlboost.shared.job.base import ServedJob
+from rlboost.shared.job.base import ServedJob, served_id, served_jobs
 from rlboost.shared.job.command_signature import signed
-from rlboost.shared.job.spec import AnyJob, InvalidJob, parse_any, served_jobs
+from rlboost.shared.job.spec import AnyJob, InvalidJob, RlJob, parse_any, policy_jobs
 from rlboost.shared.job.spec import to_json as spec_to_json
 from rlboost.shared.messages import JobCommand
 from rlboost.shared.page.files import STATIC
@@ -219,15 +219,23 @@ async def tokenizer(job: OneJob) -> FileResponse:
     return FileResponse(file, media_type="application/json")
 
 
-async def _act(job: OneJob, settings: TheSettings, write: AsLeader) -> Callable[[Action], Awaitable[dict[str, Any]]]:
+async def _act(
+    job: OneJob, manager: TheManager, settings: TheSettings, write: AsLeader
+) -> Callable[[Action], Awaitable[dict[str, Any]]]:
     async def act(action: Action) -> dict[str, Any]:
-        if isinstance(job.spec, ServedJob):
-            detail = f"{job.id} is a model of job {job.spec.job} and {_DONE[action]} with it: {action} that job"
+        agent = job.spec.agent if isinstance(job.spec, RlJob) else None
+        owner = job.spec.job if isinstance(job.spec, ServedJob) else agent.leader if agent is not None else ""
+        if manager.world.jobs.get_active(owner) is not None:
+            what = "policy" if agent is not None else "model"
+            detail = f"{job.id} is a {what} of job {owner} and {_DONE[action]} with it: {action} that job"
             raise Problem(409, "Conflict", detail)
         if not job.allows(action):
             raise Problem(409, "Conflict", f"job {job.id} is {job.state}: it cannot be {_DONE[action]}")
-        if not job.ended and job.newest_control != action:  # a client may repeat an action for days
-            await write([control(job, action, settings.token.get_secret_value())])
+        policies = [served_id(job.id, name) for name in (job.spec.policies if isinstance(job.spec, RlJob) else ())]
+        found = [job, *(one.record for one in map(manager.world.jobs.get, policies) if one is not None)]
+        due = [one for one in found if not one.ended and one.newest_control != action]
+        if due and not job.ended:  # a client may repeat an action for days
+            await write([control(one, action, settings.token.get_secret_value()) for one in due])
         return {"id": job.id, "state": job.state}
 
     return act
@@ -288,12 +296,20 @@ async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: Any
         Job(served, await _number(manager, bus), served_spec, created_at=job.created_at)
         for served, served_spec in served_jobs(job_id, spec).items()
     ]
-    command = JobCommand(
-        command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
-    )
+    policies = [
+        Job(policy, await _number(manager, bus), policy_spec, created_at=job.created_at)
+        for policy, policy_spec in policy_jobs(job_id, spec).items()
+    ]
     # Trainers of the service take the jobs that are commanded; an external one attaches to a job that exists.
-    commands = [] if spec.kind == "external" else [Append(names.JOB_COMMANDS, signed(command, token))]
-    await as_leader(manager.create_job(job, commands, models))
+    trained = () if spec.kind == "external" else (job, *policies)
+    commands = [
+        JobCommand(
+            command_id=new_token(8), action="create", job_id=one.id, job_no=one.no, spec_json=spec_to_json(one.spec)
+        )
+        for one in trained
+    ]
+    ops = [Append(names.JOB_COMMANDS, signed(command, token)) for command in commands]
+    await as_leader(manager.create_job(job, ops, [*models, *policies]))
     known = manager.world.jobs.get(job_id)
     return known.record if known else job
 

@@ -44,7 +44,7 @@ from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.services.trainer.step.durable import DurableCurriculum, DurableResampling, StepReplacements
 from rlboost.services.trainer.step.judging import MAX_JUDGING_S, OtherModels
 from rlboost.services.trainer.step.scoring import add_conversation_rewards, reward_batch, sample_summaries
-from rlboost.services.trainer.step.sessions import StepSessions
+from rlboost.services.trainer.step.sessions import OtherPolicy, StepSessions
 from rlboost.services.trainer.step.turns import StepTurns
 from rlboost.shared.errors import Fatal, Unprocessable, WaitTimedOut
 from rlboost.shared.ids import SampleId, group_of
@@ -103,7 +103,9 @@ class StepIntake:
             self.turns = StepTurns(job, step, self._planned, self.groups, ids, all_steps.scoring)
         else:
             self.groups = SessionCollector(job.no, step, sizes, spec.elastic.max_staleness, answered, least)
-            self.turns = StepSessions(job, step, self._planned, self.groups, ids, all_steps.scoring)
+            self.turns = StepSessions(
+                job, step, self._planned, self.groups, ids, all_steps.scoring, all_steps.other_policies
+            )
         self._tally = RolloutTally()
         if selection is not None:
             self._tally.measured |= selection.metrics()
@@ -439,6 +441,7 @@ class Intake:
         curriculum: DurableCurriculum | None,
         resampling: DurableResampling | None,
         models: OtherModels | None = None,
+        other_policies: Sequence[OtherPolicy] = (),
     ) -> None:
         """Request no step yet.
 
@@ -449,9 +452,11 @@ class Intake:
             curriculum: chooses the prompts of each step; None: the epoch order does.
             resampling: records which groups were replaced by groups of other prompts; None if none can be.
             models: ask judges and teacher; None if there is none.
+            other_policies: those that learn with this one, and the job whose agent calls it.
 
         """
         self.job = job
+        self.other_policies = other_policies
         self._questions = None if models is None else models.questions
         self.judges = None if models is None else models.judges
         self.teacher = None if models is None else models.teacher
@@ -504,12 +509,20 @@ class Intake:
 
         """
         await self._answer_turns()  # `read_ahead` may have been cancelled before it did
+
+        def shown() -> str:
+            awaited = self._intakes[min(self._intakes)].turns.awaited
+            late = f"job {awaited} has not come to this step" if awaited else ""
+            return "; ".join(filter(None, (progress(), late)))
+
         try:
-            await self._finished.wait(what, because, progress)
+            await self._finished.wait(what, because, shown)
         except WaitTimedOut as error:
             agent = self.job.generating_spec.agent
             hosts = f", and a host of agents runs: 'rlboost agents {self.job.id}'" if agent and agent.remote else ""
             advice = f"check that a worker is ready to generate: 'rlboost worker list'{hosts}"
+            for other in self.other_policies:
+                advice += f"; and that a trainer runs job {other.job_id}: 'rlboost status {other.job_id}'"
             raise Fatal(f"{error}: {advice}") from error
         self._take()
         await self._answer_turns()

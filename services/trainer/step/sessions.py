@@ -8,10 +8,17 @@ answers calls that an agent repeats with the turns of its earlier start, and oth
 The sessions of a remote agent are offered to hosts in the transaction that opens them, and the manager writes into the
 log how a host has ended one. A trainer that resumes offers none again that is offered, and reads how the others ended.
 
+A job with other policies has one agent for all. The jobs of the others have the same groups, and open the same
+sessions, but run no agent: this job's trainer waits until they are open, gives its agent a key of each, and appends
+what the agent returned for them to their logs in the transaction that ends its own session. So a session ends for all
+policies or for none, whichever trainer dies.
+
 Consumes: planned groups (`start`), and what begins again, from `SessionCollector` (`answer_turns`).
-Produces: the hash of each session, offers, and a `SessionEnded` in `rollouts.finished`.
+Produces: the hash of each session, offers, and a `SessionEnded` in `rollouts.finished`; a `SessionRewarded` in those of
+    other policies.
 Waits for: `Environments.step`, which runs an agent for at most `agent.timeout_s`; the leading manager, in `_url`; the
-    end of a remote session, for which the job waits as for samples.
+    end of a remote session or of one of another policy's agent, and the sessions of other policies, for which the job
+    waits as for samples.
 Ends when: each session has ended or was lost, or its group was dropped.
 """
 
@@ -20,8 +27,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from rlboost.services.trainer.domain.conversations import StepTurnIds
 from rlboost.services.trainer.domain.plan import PlannedGroup
@@ -30,17 +38,23 @@ from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.samples import EnvironmentFault
 from rlboost.services.trainer.step.turns import check_budget, columns_of, report_lost, request_of
 from rlboost.shared.errors import Fatal, WaitTimedOut
-from rlboost.shared.ids import SampleId, group_of
+from rlboost.shared.ids import JOB_SHIFT, SampleId, group_of, within_job
 from rlboost.shared.job.agent import REWARDED, SESSION, TASK, SessionId, SessionRecord, SessionTask, turn_of_answer
+from rlboost.shared.job.base import served_id
 from rlboost.shared.job.reward import SPARE_TURNS, AgentSpec
+from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import ENDED_JOB_RETENTION_S, GroupRequested, SessionEnded, SessionRewarded, TurnRewards
 from rlboost.shared.model.tool_call_formats import Tools
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Delete, Expire, HashDelete, HashSet, Op
 
+MAX_OPENING_S = 30 * 24 * 3600.0
 RETENTION_S = 3600.0
 """How long Redis has the end of a session."""
 _MANAGER_EVERY_S = 0.5
+_OPEN_EVERY_S = 0.2
+"""How often a session of another policy is looked for."""
+_POLICIES_EVERY_S = 5.0
 _STOPPED = "environment_released"
 
 
@@ -54,6 +68,57 @@ class _End(NamedTuple):
     rewards: TurnRewards
     cost: float
     reason: str = "raised"
+    policies: Mapping[str, tuple[float, TurnRewards, float]] = {}
+    """Other policy -> reward, rewards of answers and cost of its session."""
+
+
+class OtherPolicy(NamedTuple):
+    """The job of another policy that this job's agent calls, or of the agent that calls this policy."""
+
+    name: str
+    """Empty for the job with the agent."""
+    job_id: str
+    no: int
+
+    def session(self, sample: int) -> SessionId:
+        """Return its session that belongs to a sample of this job."""
+        return SessionId(self.job_id, self.no << JOB_SHIFT | within_job(sample))
+
+
+async def other_policies(job: Job) -> list[OtherPolicy]:
+    """Return the jobs whose sessions are those of this one.
+
+    Raises:
+        Fatal: one of them is unknown.
+
+    """
+    spec = job.generating_spec
+    named = {name: served_id(job.id, name) for name in spec.policies} if isinstance(spec, RlJob) else {}
+    if spec.agent is not None and spec.agent.leader:
+        named[""] = spec.agent.leader
+    found = []
+    for name, job_id in named.items():
+        record = await job.bus.retry(lambda bus: bus.hash_get(names.JOBS, job_id))  # noqa: B023 - awaited at once
+        if record is None:
+            raise Fatal(f"there is no job {job_id}, whose sessions are those of this one: create the job again")
+        found.append(OtherPolicy(name, job_id, int(json.loads(record)["no"])))
+    return found
+
+
+async def watch_policies(job: Job, others: Sequence[OtherPolicy]) -> None:
+    """Look at the jobs of other policies until cancelled.
+
+    Raises:
+        Fatal: one of them failed or was cancelled.
+
+    """
+    while others:
+        await asyncio.sleep(_POLICIES_EVERY_S)
+        for other in others:
+            text = await job.bus.retry(lambda bus: bus.hash_get(names.JOBS, other.job_id))  # noqa: B023 - awaited at once
+            record = json.loads(text or "{}")
+            if record.get("state") in {"failed", "cancelled"} and not job.cancelled.is_set():
+                raise Fatal(f"job {other.job_id}, which learns with this one, {record['state']}: {record.get('error')}")
 
 
 class StepSessions:
@@ -67,14 +132,20 @@ class StepSessions:
         groups: SessionCollector,
         ids: StepTurnIds,
         tasks: asyncio.TaskGroup,
+        others: Sequence[OtherPolicy] = (),
     ) -> None:
-        """Begin no session yet; the arguments are those of `StepTurns`."""
+        """Begin no session yet; the arguments are those of `StepTurns`, and the `other_policies`."""
+        self._policies = [other for other in others if other.name]
+        self._opening = asyncio.Lock()
+        """Where another policy is late, one session looks for it at a time."""
         self._job = job
         self._step = step
         self._planned = planned
         self._groups = groups
         self._ids = ids
         self._tasks = tasks
+        self.awaited = ""
+        """Another policy's job that has not come to this step; empty if there is none."""
         self.evaluates = False
         """Whether sessions of evaluation groups may begin, too."""
         self.tools: dict[int, Tools] = {}
@@ -114,11 +185,13 @@ class StepSessions:
             self._end_remote(rewarded.id, rewarded.rewarded)
         due = [sample for sample in self._waiting if self.evaluates or not SampleId.unpack(sample).is_eval]
         self._waiting = [sample for sample in self._waiting if SampleId.unpack(sample).is_eval and not self.evaluates]
-        for sample in [*due, *self._groups.take_begun_again()]:
+        for sample in dict.fromkeys([*due, *self._groups.take_begun_again()]):  # of an earlier process, it is in both
             session = self._groups.session(sample)
             if self._groups.is_awaited(session):
                 self._running[sample] = session
                 self._tasks.create_task(self._run(session), name=f"session-{SampleId.unpack(sample)}")
+            elif (ops := self._losses(session)) and (session.end is None or session.end.reason):
+                self._tasks.create_task(self._job.bus.transact(ops), name=f"end-{SampleId.unpack(sample)}")
 
     def release(self, group: int) -> None:
         """Stop the agents of a group that is complete or dropped."""
@@ -138,7 +211,7 @@ class StepSessions:
         """Run the agent of a session, and record how it ended."""
         session_id = SessionId(self._job.id, session.id)
         record, opened_at = await self._open(session_id, session), time.monotonic()
-        end = await self._ended(session_id, session, record)
+        end, others = await self._ended(session_id, session, record)
         if self._running.get(session.sample) is session:
             del self._running[session.sample]
         # Its turns are in the log: what is left refuses further calls.
@@ -152,7 +225,27 @@ class StepSessions:
         if end is not None and self._groups.is_awaited(session):
             end = end.model_copy(update={"duration_s": time.monotonic() - opened_at})
             ops.insert(0, Append(names.rollouts_finished(self._job.id), end))
+            ops += others
+        else:
+            ops += self._losses(session)
         await self._job.bus.transact(ops)
+
+    def _losses(self, session: Session) -> list[Op]:
+        """Return what ends a session for other policies if its group is complete or dropped; what has ended stays."""
+        if self._groups.is_open(group_of(session.sample)):
+            return []  # it goes on, perhaps as the one that replaces it
+        return self._ends_of_others(
+            session, lambda _: {"reason": "infrastructure", "detail": f"job {self._job.id} dropped it"}
+        )
+
+    def _ends_of_others(self, session: Session, end_of: Callable[[str], dict[str, Any]]) -> list[Op]:
+        """Return what ends a session for other policies, each with the fields that `end_of` returns for its name."""
+        ops = list[Op]()
+        for other in self._policies:
+            of_other = other.session(session.sample)
+            end = SessionRewarded(session=of_other.sample, **end_of(other.name))
+            ops.append(Append(names.rollouts_finished(other.job_id), end))
+        return ops
 
     async def _open(self, session_id: SessionId, session: Session) -> SessionRecord:
         """Store a session; one that an earlier trainer has opened keeps its turns."""
@@ -194,29 +287,34 @@ class StepSessions:
             timeout_s=spec.timeout_s,
         )
 
-    async def _ended(self, session_id: SessionId, session: Session, record: SessionRecord) -> SessionEnded | None:
-        """Run an agent; return how its session ended, None if it was stopped."""
+    async def _ended(
+        self, session_id: SessionId, session: Session, record: SessionRecord
+    ) -> tuple[SessionEnded | None, list[Op]]:
+        """Run an agent; return how its session ended, None if it was stopped, and what ends it for other policies."""
         if not self._groups.is_awaited(session):
-            return None
+            return None, []
         try:
-            end = await (self._elsewhere(session) if self._spec.remote else self._here(session_id, session))
+            end = await (self._here(session_id, session) if self._spec.runs_here else self._elsewhere(session))
             if not end.raised:
-                return SessionEnded(
+                ended = SessionEnded(
                     session=record.sample, start=end.start, reward=end.reward, rewards=end.rewards, cost=end.cost
                 )
-            if await self._is_at_limit(session_id, end.start):
-                # The model has used up its turns, and its agent could not go on: this is a result, not a fault.
-                return SessionEnded(session=record.sample, start=end.start, over="cut", cost=end.cost)
+                return ended, self._ends_of_others(session, partial(_rewarded, end))
+            if await self._is_at_limit(session_id, session, end.start):
+                # A model has used up its turns, and its agent could not go on: this is a result, not a fault.
+                cut = SessionEnded(session=record.sample, start=end.start, over="cut", cost=end.cost)
+                return cut, self._ends_of_others(session, partial(_rewarded, end))
             raise EnvironmentFault(end.reason, end.raised)  # noqa: TRY301 - one way to lose a session
         except EnvironmentFault as error:
             check_budget(error)
             if error.reason == _STOPPED or not self._groups.is_awaited(session):
-                return None
+                return None, []
             again = self._groups.reserve_replacement(session.sample) if error.may_pass else None
             reason = f"agent_{error.reason.removeprefix('environment_')}"
             lost = SessionEnded(session=record.sample, reason=reason, detail=error.detail, replaced_by=again or 0)
             await report_lost(self._job, self._step, session.sample, len(session.nodes), lost)
-            return lost
+            fields = {"reason": "infrastructure", "detail": error.detail}
+            return lost, [] if again else self._ends_of_others(session, lambda _: fields)
 
     async def _here(self, session_id: SessionId, session: Session) -> _End:
         """Run an agent in a process of this trainer."""
@@ -226,9 +324,9 @@ class StepSessions:
         row = columns_of(self._job.prompt(group))
         try:
             (result,) = await environments.step(session.id, row, group.seed, [await self._text_of(session_id, session)])
-            start, raised, rewards = json.loads(str(result.observation))
-            of_turns = tuple((turn_of_answer(answer), reward) for answer, reward in rewards.items())
-            return _End(start, raised, result.reward, of_turns, result.cost)
+            start, raised, rewards, policies = json.loads(str(result.observation))
+            others = {name: (reward, _of_turns(given), cost) for name, (reward, given, cost, _) in policies.items()}
+            return _End(start, raised, result.reward, _of_turns(rewards), result.cost, policies=others)
         finally:
             environments.release(session.id)
 
@@ -250,8 +348,12 @@ class StepSessions:
         session_key = self._job.resources.session_key
         assert session_key is not None, "built without the keys of sessions"
         sample = SampleId.unpack(session.sample)
+        others = {other.name: other.session(session.sample) for other in self._policies}
+        for other in others.values():
+            await self._until_open(other)
         return json.dumps(
             {
+                "policies": {name: session_key(other) for name, other in others.items()},
                 "base_url": f"{await self._url()}/v1",
                 "key": session_key(session_id),
                 "sample": str(sample),
@@ -260,10 +362,22 @@ class StepSessions:
             }
         )
 
-    async def _is_at_limit(self, session_id: SessionId, start: str) -> bool:
-        """Return True if a further call of this start was refused since it had used its turns."""
+    async def _until_open(self, other: SessionId) -> None:
+        """Wait until another policy's trainer has opened a session; `Intake.read` limits this wait, too."""
+        because = f"job {other.job_id} has not come to step {self._step + 1}"
+        async with self._opening, self._job.waits.on("another policy", because=because, limit_s=MAX_OPENING_S):
+            self.awaited = other.job_id
+            while await self._job.bus.retry(lambda bus: bus.hash_get(other.redis_key, SESSION)) is None:  # noqa: ASYNC110 - another process writes the field
+                await asyncio.sleep(_OPEN_EVERY_S)
+            self.awaited = ""
+
+    async def _is_at_limit(self, session_id: SessionId, session: Session, start: str) -> bool:
+        """Return True if a further call of this start, to any policy, was refused since it had used its turns."""
         limited = names.session_limited(start)
-        return await self._job.bus.retry(lambda bus: bus.hash_get(session_id.redis_key, limited)) is not None
+        for one in (session_id, *(other.session(session.sample) for other in self._policies)):
+            if await self._job.bus.retry(lambda bus: bus.hash_get(one.redis_key, limited)) is not None:  # noqa: B023
+                return True
+        return False
 
     async def _url(self) -> str:
         """Return where the leading manager is reached."""
@@ -284,3 +398,13 @@ class StepSessions:
         if agent is None:
             raise Fatal("the job has no agent")
         return agent
+
+
+def _of_turns(rewards: Mapping[str, float]) -> TurnRewards:
+    return tuple((turn_of_answer(answer), reward) for answer, reward in rewards.items())
+
+
+def _rewarded(end: _End, policy: str) -> dict[str, Any]:
+    """Return what another policy's session gets of an agent's end; nothing without a reward."""
+    reward, rewards, cost = end.policies.get(policy, (0.0, (), 0.0))
+    return {"start": end.start, "reward": reward, "rewards": rewards, "cost": cost}

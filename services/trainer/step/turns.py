@@ -49,6 +49,9 @@ from rlboost.shared.wire import I32, ints, length, pack
 class StepTurns:
     """The conversations of one step."""
 
+    awaited = ""
+    """See `StepSessions.awaited`: environments have one policy."""
+
     def __init__(
         self,
         job: Job,

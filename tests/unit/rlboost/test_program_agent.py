@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,21 @@ async def test_agent_returns_its_reward_and_those_of_single_answers() -> None:
     assert await returned({"reward": 1.0, "cost": 0.02}) == (Rewards(1.0, {}, 0.02), "")
     answers = {f"cmpl-{7:016x}": 1, f"msg_{8:016x}": -0.5}
     assert await returned({"reward": 0.5, "rewards": answers}) == (Rewards(0.5, answers, 0.0), "")
+
+
+async def test_agent_rewards_each_policy_of_its_job() -> None:
+    run = AgentRun(lambda _, row: row["returned"])
+    session = replace(SESSION, policies={"verifier": SESSION})
+    await run.reset({"returned": {"reward": 1.0, "policies": {"verifier": {"reward": 0.5, "cost": 0.1}}}}, 0)
+    expected = Rewards(1.0, {}, 0.0, {"verifier": Rewards(0.5, {}, 0.1)})
+    assert await run.run(session) == (expected, "")
+    for wrong in (1.0, {"reward": 1.0}, {"reward": 1.0, "policies": {"judge": 1.0}}, {"reward": 1.0, "policies": 1}):
+        await run.reset({"returned": wrong}, 0)
+        rewards, raised = await run.run(session)
+        assert rewards == NO_REWARDS
+        assert "the other policies of its job are verifier: reward each of them" in raised
+    _, raised = await returned({"reward": 1.0, "policies": {"verifier": 0.5}})
+    assert "the other policies of its job are none" in raised
 
 
 async def test_spent_budget_in_a_group_of_exceptions_is_not_the_agents_fault() -> None:

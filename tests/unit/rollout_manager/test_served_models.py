@@ -14,10 +14,11 @@ from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.wait_status import job_wait_status
 from rlboost.services.rollout_manager.domain.windows import StepSnapshot, Window
 from rlboost.services.rollout_manager.domain.world import World
-from rlboost.shared.job.spec import served_jobs
+from rlboost.shared.job.base import served_jobs
 from rlboost.shared.messages import (
     FINISH_STOP,
     Drain,
+    JobCommand,
     JobReport,
     JobState,
     Message,
@@ -28,6 +29,7 @@ from rlboost.shared.messages import (
     WorkerEvent,
 )
 from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START
 from tests.support.builders import (
     group_id,
     group_requested,
@@ -232,3 +234,44 @@ async def test_model_of_a_job_is_commanded_with_it_only(rig: ManagerRig) -> None
 async def test_cost_of_a_job_names_those_of_its_models(rig: ManagerRig) -> None:
     cost = (await rig.http.get(f"/jobs/{rig.job}/cost")).json()
     assert cost["models"] == [{"job_id": f"{rig.job}.judge", "dollars": 0.0, "hours": 0.0, "tokens": 0}]
+
+
+@pytest.fixture
+async def team() -> ManagerRig:
+    rig = ManagerRig()
+    assert await rig.manager.try_lead()
+    file = {name: value for name, value in job_file().items() if name != "reward"}
+    policies = {"verifier": {"model": "m"}}
+    answer = await rig.http.post("/jobs", json={**file, "agent": {"function": "a:b"}, "policies": policies})
+    assert answer.status_code == 201, answer.text
+    rig.job = answer.json()["id"]
+    return rig
+
+
+async def commands(rig: ManagerRig, stream: str) -> list[tuple[str, str]]:
+    entries = await rig.bus.read({stream: START})
+    return [(entry.message.action, entry.message.job_id) for entry in entries if isinstance(entry.message, JobCommand)]
+
+
+async def test_trainers_are_commanded_to_take_each_policy_of_a_job(team: ManagerRig) -> None:
+    jobs = [team.job, f"{team.job}.verifier"]
+    assert await commands(team, names.JOB_COMMANDS) == [("create", job) for job in jobs]
+    assert await states(team) == {"": "pending", ".verifier": "pending"}
+    assert (await team.http.get(f"/jobs/{jobs[1]}/spec")).json()["agent"]["leader"] == team.job
+
+
+async def test_policy_of_a_job_is_commanded_with_it_only(team: ManagerRig) -> None:
+    jobs = [team.job, f"{team.job}.verifier"]
+    answer = await team.http.post(f"/jobs/{jobs[1]}/cancel")
+    assert answer.status_code == 409
+    assert f"is a policy of job {team.job} and cancelled with it: cancel that job" in answer.text
+    for action in ("pause", "resume", "cancel"):
+        assert (await team.http.post(f"/jobs/{team.job}/{action}")).status_code == 202
+        await team.manager.turn()
+    expected = [(action, job) for action in ("pause", "resume", "cancel") for job in jobs]
+    assert await commands(team, names.JOB_CONTROLS) == expected
+
+
+async def test_policy_whose_job_has_failed_can_be_cancelled(team: ManagerRig) -> None:
+    await team.report("failed")
+    assert (await team.http.post(f"/jobs/{team.job}.verifier/cancel")).status_code == 202

@@ -13,7 +13,7 @@ import yaml
 from rlboost.shared import strict_yaml
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.file import load, set_by_override
-from rlboost.shared.job.spec import InvalidJob, parse, to_json
+from rlboost.shared.job.spec import InvalidJob, parse, parse_stored, policy_jobs, to_json
 from rlboost.shared.job.training import LoraSpec
 
 
@@ -187,3 +187,52 @@ def test_job_with_a_remote_agent_survives_the_resolved_job_file() -> None:
     job = parse(agent_job({"remote": True, "max_tokens": 100}))
     assert job.agent is not None
     assert parse(json.loads(to_json(job))) == job
+
+
+def team_job(**changes: object) -> dict[str, Any]:
+    job = agent_job({"function": "a:b"}) | {"name": "solver", "policies": {"verifier": {"model": "v"}}}
+    return job | {"optimizer": {"lr": 1e-4}, "sampling": {"max_tokens": 9}} | changes
+
+
+def test_other_policy_has_the_sections_of_the_job_that_it_does_not_have() -> None:
+    job = parse(team_job(policies={"verifier": {"model": "v", "optimizer": {"lr": 1e-3}}}))
+    (job_id, policy), *more = policy_jobs("solver-1", job).items()
+    assert not more
+    assert (job_id, policy.name, policy.model) == ("solver-1.verifier", "solver.verifier", "v")
+    assert (policy.optimizer.lr, policy.sampling.max_tokens) == (1e-3, 9)
+    assert policy.agent is not None
+    assert (policy.agent.leader, policy.agent.runs_here, policy.agent.replacements) == ("solver-1", False, 0)
+    stored = parse_stored(json.loads(to_json(job)))
+    assert policy_jobs("solver-1", stored) == {job_id: policy}
+    assert parse_stored(json.loads(to_json(policy))) == policy
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"policies": {"verifier": {}}}, "policies.verifier.model: missing: give it"),
+        ({"policies": {"verifier": {"model": "v", "steps": 2}}}, "policies.verifier.steps: unknown key"),
+        ({"policies": {"verifier": {"model": "v", "lora": {"rank": 2}}}}, "policies.verifier: elastic.weights: full"),
+        ({"policies": {"v" * 32: {"model": "v"}}, "name": "s" * 60}, f"policies.{'v' * 32}: name: "),
+        ({"agent": {"remote": True}}, "policies: the job's agent calls them: give agent.function"),
+        ({"agent": None, "reward": {"function": "a:b"}}, "policies: the job's agent calls them: give agent.function"),
+        ({"agent": {"function": "a:b", "leader": "x"}}, "agent.leader: the manager sets it"),
+        ({"models": {"verifier": {"model": "m"}}}, "policies: verifier is also among models"),
+        ({"algorithm": {"resample": 1}}, "algorithm.resample: not supported with policies"),
+        ({"trainer": {"resume": "/other"}}, "trainer.resume: each policy begins with a checkpoint of its own"),
+        (
+            {"policies": {"verifier": {"model": "v", "trainer": {"resume": "/other"}}}},
+            "trainer.resume: each policy begins with a checkpoint of its own",
+        ),
+    ],
+)
+def test_invalid_team_is_refused_by_name(changes: dict[str, object], told: str) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        parse(team_job(**changes))
+    assert any(problem.startswith(told) for problem in caught.value.problems), caught.value.problems
+
+
+def test_policies_may_begin_with_checkpoints_of_their_own() -> None:
+    policies = {"verifier": {"model": "v", "trainer": {"resume": "/verifier"}}}
+    job = parse(team_job(trainer={"resume": "/solver"}, policies=policies))
+    assert policy_jobs("s", job)["s.verifier"].trainer.resume == "/verifier"

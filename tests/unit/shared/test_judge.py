@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.base import ServedJob
+from rlboost.shared.job.base import ServedJob, served_jobs
 from rlboost.shared.job.reward import JudgeSpec, column_problem, question
-from rlboost.shared.job.spec import parse, parse_stored, served_jobs, to_json
+from rlboost.shared.job.spec import parse, parse_stored, to_json
 
 JOB: dict[str, Any] = {
     "name": "sums",

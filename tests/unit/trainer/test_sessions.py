@@ -18,13 +18,14 @@ from rlboost.services.trainer.domain.groups import DroppedGroup, GroupOutcome, S
 from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
 from rlboost.services.trainer.domain.sessions import NO_CALL, UNKNOWN_ANSWER, Branches, SessionCollector
 from rlboost.services.trainer.ports.samples import StepResult
-from rlboost.services.trainer.step.sessions import StepSessions
+from rlboost.services.trainer.step.sessions import OtherPolicy, StepSessions
 from rlboost.services.trainer.step.training_rows import TrainingRows
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
-from rlboost.shared.job.agent import AgentEnd, SessionId
+from rlboost.shared.job.agent import AgentEnd, Rewards, SessionId
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SessionEnded, SessionRewarded, TurnOpened
+from rlboost.shared.streams.bus import Append
 from rlboost.shared.wire import F32, I32, floats, ints, pack
 
 IDS = TurnIds(n_groups=2, group_size=2, max_turns=10, replacements=1)
@@ -330,15 +331,16 @@ async def test_session_that_is_cut_at_its_limit_has_the_cost_of_its_calls(monkey
     plan = SimpleNamespace(seed=0)
     job: Any = SimpleNamespace(
         resources=SimpleNamespace(environments=environments),
-        generating_spec=SimpleNamespace(agent=SimpleNamespace(remote=False)),
+        generating_spec=SimpleNamespace(agent=SimpleNamespace(runs_here=True)),
         prompt=lambda _: SimpleNamespace(given="p", columns={}),
     )
     groups: Any = SimpleNamespace(is_awaited=lambda _: True)
     sessions = StepSessions(job, 4, {GROUP: plan}, groups, StepTurnIds(IDS, None), None)  # type: ignore[arg-type, dict-item]
     monkeypatch.setattr(sessions, "_text_of", given)
     monkeypatch.setattr(sessions, "_is_at_limit", given)
-    end = await sessions._ended(SessionId("job", GROUP), session, SimpleNamespace(sample=GROUP))  # type: ignore[arg-type]
+    end, ops = await sessions._ended(SessionId("job", GROUP), session, SimpleNamespace(sample=GROUP))  # type: ignore[arg-type]
     assert end is not None
+    assert not ops
     assert (end.over, end.reward, end.cost) == ("cut", 0.0, 0.25)
 
 
@@ -361,3 +363,92 @@ async def test_session_with_an_unusable_end_is_reported_once() -> None:
     assert [(event["kind"], event["sample"], event["reason"]) for event in events] == [
         ("conversation_lost", str(SampleId.unpack(GROUP)), NO_CALL)
     ]
+
+
+class Team:
+    """A job whose agent calls a second policy; the agent's ends are given."""
+
+    OTHER = SampleId(2, False, 4, 0, 0).pack()
+
+    def __init__(self, *ends: AgentEnd) -> None:
+        self.transactions = list[list[Any]]()
+        self._ends = iter(ends)
+        agent = SimpleNamespace(runs_here=True, remote=False, max_turns=9, max_tokens=None)
+        self.job: Any = SimpleNamespace(
+            id="job",
+            resources=SimpleNamespace(environments=self),
+            generating_spec=SimpleNamespace(agent=agent),
+            prompt=lambda _: SimpleNamespace(given="p", columns={}),
+            bus=self,
+            emit_event=self._ignore,
+            warn=self._ignore,
+            faults=SimpleNamespace(on_conversation_lost=lambda *_: ""),
+        )
+
+    async def _ignore(self, *_: Any, **__: Any) -> None:
+        pass
+
+    async def retry(self, _: Any) -> None:
+        return None
+
+    async def transact(self, ops: list[Any]) -> None:
+        self.transactions.append(ops)
+
+    async def step(self, *_: Any) -> list[StepResult]:
+        return [StepResult(json.dumps(next(self._ends)), 1.0, done=True)]
+
+    def release(self, _: int) -> None:
+        pass
+
+    async def run(self, collecting: SessionCollector, monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+        """Run the sessions that are due; return the messages of each transaction."""
+        plan: Any = {GROUP: SimpleNamespace(seed=0, n=1)}
+        async with asyncio.TaskGroup() as tasks:
+            others = [OtherPolicy("verifier", "job.verifier", 2)]
+            sessions = StepSessions(self.job, 4, plan, collecting, StepTurnIds(IDS, None), tasks, others)
+
+            async def opened(_: SessionId, session: Any) -> Any:
+                return SimpleNamespace(sample=session.id, model_copy=lambda **_: ended())
+
+            async def text(*_: Any) -> str:
+                return ""
+
+            monkeypatch.setattr(sessions, "_open", opened)
+            monkeypatch.setattr(sessions, "_text_of", text)
+            await sessions.start([SimpleNamespace(id=GROUP, n=1)])  # type: ignore[list-item]
+            sessions.answer_turns()
+        appended = [[op for op in ops if isinstance(op, Append)] for ops in self.transactions]
+        self.transactions.clear()
+        return [[(op.stream, op.message) for op in ops] for ops in appended]
+
+
+MINE, THEIRS = "rlboost:job:job:rollouts.finished", "rlboost:job:job.verifier:rollouts.finished"
+
+
+async def test_session_ends_for_all_policies_in_one_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = f"cmpl-{7:016x}"
+    end = AgentEnd("a", "", {}, {"verifier": Rewards(0.25, {answer: 0.5}, 0.1)})
+    ((own, theirs),) = await Team(end).run(collector(1), monkeypatch)
+    assert (own[0], own[1].session, own[1].reward) == (MINE, GROUP, 1.0)
+    rewarded = SessionRewarded(session=Team.OTHER, start="a", reward=0.25, rewards=((7, 0.5),), cost=0.1)
+    assert theirs == (THEIRS, rewarded)
+
+
+async def test_other_policy_loses_a_session_only_if_it_does_not_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    team, collecting = Team(*[AgentEnd("a", "no", {})] * 2), collector(1)
+    ((own,),) = await team.run(collecting, monkeypatch)
+    assert own[1].replaced_by
+    folded(collecting, own[1])
+    ((own, theirs),) = await team.run(collecting, monkeypatch)
+    assert own[1].replaced_by == 0
+    assert theirs == (THEIRS, SessionRewarded(session=Team.OTHER, reason="infrastructure", detail="no"))
+
+
+async def test_other_policy_loses_the_sessions_of_a_group_that_an_earlier_process_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collecting = collector(1)
+    collecting.drop(GROUP, "generation", "no")
+    ((theirs,),) = await Team().run(collecting, monkeypatch)
+    assert theirs[0] == THEIRS
+    assert (theirs[1].session, theirs[1].reason) == (Team.OTHER, "infrastructure")
