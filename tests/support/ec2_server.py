@@ -88,7 +88,7 @@ class Ec2Server:
 
     def machines(self, system: str, kind: str) -> list[dict[str, Any]]:
         """Return the machines of a system's kind that are there."""
-        filters = [{"Name": "tag:rlboost:system", "Values": [system]}, {"Name": "tag:rlboost:kind", "Values": [kind]}]
+        filters = [{"Name": "tag:rlboost-system", "Values": [system]}, {"Name": "tag:rlboost-kind", "Values": [kind]}]
         found = self.client().describe_instances(Filters=filters)["Reservations"]
         alive = [one for reservation in found for one in reservation["Instances"]]
         return [one for one in alive if one["State"]["Name"] in {"pending", "running"}]

@@ -23,7 +23,7 @@ from rlboost.services.rollout_manager.ports import ProviderFailed
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.process.modules import is_installed, pip_install
 
-SYSTEM_TAG, KIND_TAG = "rlboost:system", "rlboost:kind"
+SYSTEM_TAG, KIND_TAG = "rlboost-system", "rlboost-kind"
 EXCESS_S = 50.0
 """How long there must be too many machines until some are terminated: those of drained workers shut down themselves."""
 _VISIBLE_AFTER_S = 60.0

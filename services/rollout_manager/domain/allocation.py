@@ -550,6 +550,8 @@ class Autoscaler:
         elif now - self._grew_at >= COOL_DOWN_S:
             work = desired
         mix = choose_mix(seen.offers, work, limits, before)
+        if desired > 0 and not any(mix.workers.values()):  # it is less than half a worker of the cheapest offer
+            mix = choose_mix(seen.offers, 1, limits, before, by_count=True)
         if work_of(seen.offers, mix.workers) > current:  # workers that were there already are no growth
             self._grew_at = now
         return mix

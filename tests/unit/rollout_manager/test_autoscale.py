@@ -66,6 +66,18 @@ def test_workers_that_were_there_do_not_delay_the_first_increase() -> None:
     assert fleet.at(3.0, 5) == {"k": 3}
 
 
+@pytest.mark.parametrize("desired", [0.2, 2.0])
+def test_worker_that_turns_out_slow_is_replaced_by_one_of_a_faster_kind_and_not_by_none(desired: float) -> None:
+    scaler = Autoscaler(None, DELAY_S)
+    planned = [Offer("slow", 1, 1.0, speed=2.0), Offer("fast", 1, 1.0)]
+    scaler.decide(FleetView(2.0, planned), None, 0.0)
+    assert scaler.targets == {"slow": 1, "fast": 0}
+    measured = [planned[0]._replace(speed=0.2), planned[1]]
+    scaler.decide(FleetView(desired, measured, {"slow": 1}, {"slow": 1}), None, 1.0)
+    assert scaler.targets["fast"] == 1
+    assert "cheaper per token than slow" in scaler.reason
+
+
 def test_fleet_shrinks_to_the_most_desired_within_the_delay() -> None:
     fleet = Fleet(k=8)
     fleet.at(0.0, 8)
