@@ -116,9 +116,8 @@ async def test_adapter_that_cannot_be_held_is_refused_with_the_reason(start: Sta
     shared = await start("qwen3-tied")
 
     def refusal(**adapter: Any) -> str:
-        return shared.engine.adapter_refusal(
-            staged_adapter(shared.base, adapter_tensors(shared.model, **adapter), tmp_path)
-        )
+        tensors = adapter_tensors(shared.model, **adapter)
+        return str(shared.engine.adapter_refusal(staged_adapter(shared.base, tensors, tmp_path)))
 
     assert refusal(rank=17) == "its rank 17 is above RLBOOST_WORKER_MAX_ADAPTER_RANK, 16"
     assert refusal(rank=2, targets=("embed_tokens",)) == (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,14 @@ async def test_requests_that_keep_their_kv_continue_with_the_new_adapter_and_sha
 
 async def test_job_begins_without_an_adapter_and_ends_with_none(shared: Shared) -> None:
     engine, collector = shared.engine, Collector(shared.engine)
+
+    def generates(sample: int) -> bool:
+        return collector.made(sample) > 3
+
     for version, adapter in ((2, False), (3, True), (4, False)):
         asked = replace(request(version, max_tokens=120), job_id="c")
         engine.submit([asked])
-        await eventually(lambda version=version: collector.made(version) > 3)
+        await eventually(partial(generates, version))
         if adapter:
             await shared.load("c", version, keep_kv=True, seed=5)
         else:
