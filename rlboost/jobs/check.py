@@ -41,8 +41,9 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.data import DataSpec, DpoDataSpec, RewardDataSpec, Rows, SftDataSpec
 from rlboost.shared.job.file import load
+from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.job.reward import column_problem
-from rlboost.shared.job.spec import GeneratingJob, InvalidJob, JobSpec, OfflineJob, RlJob, parse
+from rlboost.shared.job.spec import GeneratingJob, InvalidJob, JobSpec, RlJob, parse
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.folder import REWARD_MODEL, read_config, require_reward_model
 from rlboost.shared.user_code import ForbiddenFunction, check_arguments

@@ -9,7 +9,8 @@ from rlboost.jobs import memory
 from rlboost.jobs.memory import size_of
 from rlboost.local.layout import DeviceSummary, n_gpus
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.spec import JobSpec, OfflineJob
+from rlboost.shared.job.offline import OfflineJob
+from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.experts import count_in_experts
 from rlboost.shared.model.folder import count_parameters, read_config

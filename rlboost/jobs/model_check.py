@@ -30,7 +30,8 @@ from rlboost.shared.data.rows import Row, is_remote, names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.images import require_supported
 from rlboost.shared.job.log import missing_log_libraries
-from rlboost.shared.job.spec import JobSpec, OfflineJob
+from rlboost.shared.job.offline import OfflineJob
+from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import check_targets
 from rlboost.shared.model.experts import require_known_experts, require_mixture, require_replayable
 from rlboost.shared.model.folder import (

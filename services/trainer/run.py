@@ -37,7 +37,8 @@ from rlboost.services.trainer.step.judging import OtherModels
 from rlboost.services.trainer.step.run import StepRun
 from rlboost.services.trainer.step.scoring import logged_samples
 from rlboost.services.trainer.step.sessions import other_policies, watch_policies
-from rlboost.shared.job.spec import GeneratingJob, JobSpec, OfflineJob, to_json
+from rlboost.shared.job.offline import OfflineJob
+from rlboost.shared.job.spec import GeneratingJob, JobSpec, to_json
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Delete
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from pydantic import AwareDatetime, BaseModel
 from pydantic.fields import FieldInfo
 
+from rlboost.shared.job import offline
 from rlboost.shared.job import spec as job_spec
 from rlboost.shared.job.algorithm import PRESETS, AlgorithmSpec
 from rlboost.shared.job.base import ExternalJob
@@ -40,9 +41,9 @@ _TYPES = {
 }
 _KINDS: dict[str, type[BaseModel]] = {
     "rl": job_spec.RlJob,
-    "sft": job_spec.SftJob,
-    "dpo": job_spec.DpoJob,
-    "reward": job_spec.RewardJob,
+    "sft": offline.SftJob,
+    "dpo": offline.DpoJob,
+    "reward": offline.RewardJob,
     "eval": job_spec.EvalJob,
     "external": ExternalJob,
 }

@@ -17,7 +17,8 @@ from pathlib import Path
 from rlboost.shared.data.rows import AGENT_ROWS, is_remote, names_of, shards
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
-from rlboost.shared.job.spec import JobSpec, OfflineJob
+from rlboost.shared.job.offline import OfflineJob
+from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.folder import REWARD_MODEL
 
 _STATE_FOLDER = ".rlboost"

@@ -13,8 +13,9 @@ from rlboost.services.trainer.adapters.weights import StorePublisher
 from rlboost.services.trainer.ports.storage import OtherModel
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.base import served_id
+from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.job.reward import column_problem
-from rlboost.shared.job.spec import JobSpec, OfflineJob
+from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.torch_tensors import named_shards

@@ -26,7 +26,8 @@ from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.errors import BusUnavailable, ConfigError, DiskFull, Fatal, Fenced, WaitTimedOut
 from rlboost.shared.job.base import UntrainedJob
 from rlboost.shared.job.fleet import SamplingSpec
-from rlboost.shared.job.spec import GeneratingJob, JobSpec, OfflineJob, parse_stored
+from rlboost.shared.job.offline import OfflineJob
+from rlboost.shared.job.spec import GeneratingJob, JobSpec, parse_stored
 from rlboost.shared.messages import Event, JobReport, JobState
 from rlboost.shared.process.logs import IN_EVENTS
 from rlboost.shared.process.waiting import Waits, retry_while

@@ -26,7 +26,7 @@ from rlboost.services.trainer.domain import device_turns
 from rlboost.services.trainer.domain.device_turns import Claim
 from rlboost.services.trainer.job.job import DeviceThread, Job, RetryingBus
 from rlboost.shared.errors import Fatal, Fenced, ProcessEnded, Undecodable, WaitTimedOut
-from rlboost.shared.job.spec import OfflineJob
+from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import HashDelete, HashSet

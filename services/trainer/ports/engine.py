@@ -15,7 +15,8 @@ from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import Aggregation, CriticSpec
-from rlboost.shared.job.spec import JobSpec, OfflineJob
+from rlboost.shared.job.offline import OfflineJob
+from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import MAX_LOGITS, LoraSpec, Offload, OptimizerSpec
 from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.wire import RoutedShape

@@ -21,7 +21,7 @@ from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.step.training_rows import EngineCall, engine_columns
 from rlboost.shared.data.examples import LABEL, MARGIN
 from rlboost.shared.errors import Fatal
-from rlboost.shared.job.spec import DpoJob, OfflineJob, RewardJob
+from rlboost.shared.job.offline import DpoJob, OfflineJob, RewardJob
 from rlboost.shared.wire import I32, floats, length
 
 _HELD_OUT = {
