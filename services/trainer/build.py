@@ -211,8 +211,8 @@ def _machines(
         return None
     if config.shared_device:
         raise ConfigError(
-            f"trainer.nodes is {spec.nodes}, but this trainer shares its device {config.shared_device} with trainers of "
-            "its machine (RLBOOST_TRAINER_SHARED_DEVICE), and no other machine takes part: set trainer.nodes to 1"
+            f"trainer.nodes is {spec.nodes}, but this trainer shares its device {config.shared_device} with trainers "
+            "of its machine (RLBOOST_TRAINER_SHARED_DEVICE), and no other machine takes part: set trainer.nodes to 1"
         )
     if machines is None:
         raise ConfigError(
