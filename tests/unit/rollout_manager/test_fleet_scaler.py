@@ -346,8 +346,8 @@ async def test_pool_of_aws_starts_workers_once_its_price_is_known_and_follows_it
     await system.pass_s(COOL_DOWN_S)
     a = (await system.fleet())["pools"][0]
     assert (a["target"], a["closed"], a["error"]) == (0, "has no known price", "not permitted")
-    for seconds in (1, 1):
-        await system.pass_s(seconds)
+    for _ in range(2):
+        await system.pass_s(1)
     assert len(system.of_kind("b")) == 2
     assert [system.manager.world.fleet.workers[worker].price_per_hour for worker in system.of_kind("b")] == [1.0] * 2
     system.clouds["a"].error, system.clouds["a"].prices = "", {"a": 0.5}
