@@ -69,7 +69,7 @@ def test_workers_that_were_there_do_not_delay_the_first_increase() -> None:
 @pytest.mark.parametrize("desired", [0.2, 2.0])
 def test_worker_that_turns_out_slow_is_replaced_by_one_of_a_faster_kind_and_not_by_none(desired: float) -> None:
     scaler = Autoscaler(None, DELAY_S)
-    planned = [Offer("slow", 1, 1.0, speed=2.0), Offer("fast", 1, 1.0)]
+    planned = [Offer("slow", 1, 1.0, speed=2.0, label="slow"), Offer("fast", 1, 1.0)]
     scaler.decide(FleetView(2.0, planned), None, 0.0)
     assert scaler.targets == {"slow": 1, "fast": 0}
     measured = [planned[0]._replace(speed=0.2), planned[1]]

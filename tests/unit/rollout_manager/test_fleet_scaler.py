@@ -346,8 +346,8 @@ async def test_pool_of_aws_starts_workers_once_its_price_is_known_and_follows_it
     await system.pass_s(COOL_DOWN_S)
     a = (await system.fleet())["pools"][0]
     assert (a["target"], a["closed"], a["error"]) == (0, "has no known price", "not permitted")
-    for seconds in (1.0, 1.0):
-        await system.pass_s(seconds)
+    for _ in range(2):
+        await system.pass_s(1)
     assert len(system.of_kind("b")) == 2
     assert [system.manager.world.fleet.workers[worker].price_per_hour for worker in system.of_kind("b")] == [1.0] * 2
     system.clouds["a"].error, system.clouds["a"].prices = "", {"a": 0.5}
@@ -401,6 +401,16 @@ async def test_job_with_a_deadline_that_cannot_work_is_refused(
     assert await system.manager.try_lead()
     answer = await system.http.post("/jobs", json=job_file(elastic={"finish_by": finish_by}))
     assert (answer.status_code, text in answer.text) == (status, True)
+    await system.http.aclose()
+
+
+@pytest.mark.parametrize("seeding", ["off", 30.0])
+async def test_deadline_of_a_job_whose_steps_are_not_measured_is_refused(seeding: str | float) -> None:
+    system = System(pools=[POOL])
+    assert await system.manager.try_lead()
+    elastic = {"finish_by": "2100-01-01T00:00:00Z", "seeding": seeding}
+    answer = await system.http.post("/jobs", json=job_file(elastic=elastic))
+    assert (answer.status_code, "elastic.seeding: auto" in answer.text) == (422, True)
     await system.http.aclose()
 
 
