@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,9 +32,9 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
 from verl.workers.rollout.utils import get_max_position_embeddings
 
-from rlboost.commands.common import DEFAULT_STATE, endpoint
 from rlboost.fleet import AsyncFleet
 from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.secrets import clean_secret, clean_url
 
 NAME = "rlboost"
 _ACTOR = "rlboost-fleet"
@@ -87,7 +88,10 @@ class FleetActor:
 
     async def attach(self) -> str:
         """Attach to the job once; return the manager's address."""
-        url, token = endpoint(DEFAULT_STATE)
+        url, token = (os.environ.get(name, "") for name in ("RLBOOST_URL", "RLBOOST_TOKEN"))
+        if not (url and token):
+            raise ConfigError("set RLBOOST_URL and RLBOOST_TOKEN for Ray's processes: export them before 'ray start'")
+        url, token = clean_url("RLBOOST_URL", url), clean_secret("RLBOOST_TOKEN", token)
         async with self._attaching:
             if self._fleet is None:
                 # Agent loops send their requests in another order each time: a run that is started again repeats none.
