@@ -14,7 +14,7 @@ import yaml
 
 from tests.support.black_box import ROOT, BlackBox, Observer, black_box
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 STEPS, PROMPTS, GROUP = 5, 4, 4
 FAULTS = ("groups/dropped", "conversations/lost", "samples/duplicates")
