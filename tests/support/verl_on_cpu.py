@@ -37,9 +37,11 @@ def _device_module() -> ModuleType:
     return module
 
 
-def _init_process_group(backend: str | None = None, **options: Any) -> None:
+def _init_process_group(*given: Any, **options: Any) -> None:
     """Initialize it without the second of two backends for the CPU."""
-    _initialize("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, **options)
+    if options.get("backend") == "cpu:gloo,cpu:gloo":
+        options["backend"] = "gloo"
+    _initialize(*given, **options)
 
 
 @PlatformRegistry.register(platform="cpu")
