@@ -34,6 +34,7 @@ SEPARATE = [
     *("actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.checkpoint_engine.backend=rlboost"),
     *("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"),
     "+actor_rollout_ref.rollout.engine_kwargs.rlboost.max_staleness=1",
+    "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_LOGGING_LEVEL=WARN",
 ]
 
 
