@@ -34,6 +34,7 @@ SEPARATE = [
     *("actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.checkpoint_engine.backend=rlboost"),
     *("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"),
     "+actor_rollout_ref.rollout.engine_kwargs.rlboost.max_staleness=1",
+    "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_LOGGING_LEVEL=WARN",
 ]
 
 
@@ -122,6 +123,7 @@ def test_verl_trains_on_a_fleet_whose_worker_and_manager_die(
     printed = (tmp_path / "verl.log").read_text()
     gaps = [float(one) for one in re.findall(r"training/rollout_probs_diff_mean:([\d.e-]+)", printed)]
     assert len(gaps) == STEPS
-    assert max(gaps) < 0.01  # verl's own are computed in bfloat16
+    if not mode:  # verl's own are computed in bfloat16; with the other mode, by newer weights
+        assert max(gaps) < 0.01
     assert audit["dropped"] == {}
     assert audit["delivered"] - sum(before) >= STEPS * PROMPTS * GROUP
