@@ -18,9 +18,10 @@ from rlboost.services.trainer.domain.groups import DroppedGroup, GroupOutcome, S
 from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
 from rlboost.services.trainer.domain.sessions import NO_CALL, UNKNOWN_ANSWER, Branches, SessionCollector
 from rlboost.services.trainer.ports.samples import StepResult
-from rlboost.services.trainer.step.sessions import OtherPolicy, StepSessions
+from rlboost.services.trainer.step import sessions as sessions_module
+from rlboost.services.trainer.step.sessions import OtherPolicy, StepSessions, watch_policies
 from rlboost.services.trainer.step.training_rows import TrainingRows
-from rlboost.shared.errors import Unprocessable
+from rlboost.shared.errors import Fatal, Unprocessable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.agent import AgentEnd, Rewards, SessionId
 from rlboost.shared.job.spec import parse
@@ -452,3 +453,15 @@ async def test_other_policy_loses_the_sessions_of_a_group_that_an_earlier_proces
     ((theirs,),) = await Team().run(collecting, monkeypatch)
     assert theirs[0] == THEIRS
     assert (theirs[1].session, theirs[1].reason) == (Team.OTHER, "infrastructure")
+
+
+async def test_job_fails_once_another_policy_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "_POLICIES_EVERY_S", 0.0)
+    states = iter(["running", "failed"])
+
+    async def retry(_: Any) -> str:
+        return json.dumps({"state": next(states), "error": "no disk"})
+
+    job: Any = SimpleNamespace(cancelled=asyncio.Event(), bus=SimpleNamespace(retry=retry))
+    with pytest.raises(Fatal, match=r"job job\.verifier, which learns with this one, failed: no disk"):
+        await watch_policies(job, [OtherPolicy("verifier", "job.verifier", 2)])
