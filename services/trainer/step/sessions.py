@@ -191,8 +191,6 @@ class StepSessions:
             if self._groups.is_awaited(session) or (self._spec.leader and session.rewarded is None):
                 self._running[sample] = session
                 self._tasks.create_task(self._run(session), name=f"session-{SampleId.unpack(sample)}")
-            elif (ops := self._losses(session)) and (session.end is None or session.end.reason):
-                self._tasks.create_task(self._job.bus.transact(ops), name=f"end-{SampleId.unpack(sample)}")
 
     def release(self, group: int) -> None:
         """Stop the agents of a group that is complete or dropped."""
@@ -203,6 +201,14 @@ class StepSessions:
             if environments is not None:
                 environments.stop(session.id)
             self._end_remote(session.id, None)
+
+    async def report_dropped(self, group: int) -> None:
+        """End the sessions of a dropped group for other policies; what has ended there stays."""
+        lost = {"reason": "infrastructure", "detail": f"job {self._job.id} dropped its group"}
+        sessions = [self._groups.session(group + member) for member in range(self._planned[group].n)]
+        open_ones = [session for session in sessions if session.end is None or session.end.reason]
+        if ops := [op for session in open_ones for op in self._ends_of_others(session, lambda _: lost)]:
+            await self._job.bus.transact(ops)
 
     def _end_remote(self, session: int, end: SessionRewarded | None) -> None:
         if (future := self._ends.get(session)) is not None and not future.done():
@@ -227,17 +233,7 @@ class StepSessions:
             end = end.model_copy(update={"duration_s": time.monotonic() - opened_at})
             ops.insert(0, Append(names.rollouts_finished(self._job.id), end))
             ops += others
-        else:
-            ops += self._losses(session)
         await self._job.bus.transact(ops)
-
-    def _losses(self, session: Session) -> list[Op]:
-        """Return what ends a session for other policies if its group is complete or dropped; what has ended stays."""
-        if self._groups.is_open(group_of(session.sample)):
-            return []  # it goes on, perhaps as the one that replaces it
-        return self._ends_of_others(
-            session, lambda _: {"reason": "infrastructure", "detail": f"job {self._job.id} dropped it"}
-        )
 
     def _ends_of_others(self, session: Session, end_of: Callable[[str], dict[str, Any]]) -> list[Op]:
         """Return what ends a session for other policies, each with the fields that `end_of` returns for its name."""
