@@ -19,15 +19,16 @@ from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
 from rlboost.services.trainer.domain.sessions import NO_CALL, UNKNOWN_ANSWER, Branches, SessionCollector
 from rlboost.services.trainer.ports.samples import EnvironmentFault, StepResult
 from rlboost.services.trainer.step import sessions as sessions_module
+from rlboost.services.trainer.step.intake import Intake, StepIntake
 from rlboost.services.trainer.step.sessions import OtherPolicy, StepSessions, watch_policies
 from rlboost.services.trainer.step.training_rows import TrainingRows
-from rlboost.shared.errors import Fatal, Unprocessable
+from rlboost.shared.errors import Fatal, Unprocessable, WaitTimedOut
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.agent import AgentEnd, Rewards, SessionId
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SessionEnded, SessionRewarded, TurnOpened
 from rlboost.shared.process.waiting import Waits
-from rlboost.shared.streams.bus import Append
+from rlboost.shared.streams.bus import START, Append
 from rlboost.shared.wire import F32, I32, floats, ints, pack
 
 IDS = TurnIds(n_groups=2, group_size=2, max_turns=10, replacements=1)
@@ -448,14 +449,23 @@ async def test_other_policy_loses_a_session_only_if_it_does_not_begin_again(monk
     assert theirs == (THEIRS, SessionRewarded(session=Team.OTHER, reason="infrastructure", detail="no"))
 
 
-async def test_other_policy_loses_the_sessions_of_a_group_that_an_earlier_process_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    collecting = collector(1)
-    collecting.drop(GROUP, "generation", "no")
-    ((theirs,),) = await Team().run(collecting, monkeypatch)
-    assert theirs[0] == THEIRS
-    assert (theirs[1].session, theirs[1].reason) == (Team.OTHER, "infrastructure")
+async def test_other_policy_loses_the_sessions_of_a_dropped_group_before_the_step_ends() -> None:
+    team, collecting = Team(), collector(2)
+    plan: Any = {GROUP: SimpleNamespace(id=GROUP, n=2)}
+    others = [OtherPolicy("verifier", "job.verifier", 2)]
+    sessions = StepSessions(team.job, 4, plan, collecting, StepTurnIds(IDS, None), asyncio.TaskGroup(), others)
+    folded(collecting, opened(0, 1), made(0, 5), ended())
+    dropped = collecting.drop(GROUP, "generation", "no")
+    assert dropped is not None
+    intake: Any = SimpleNamespace(
+        turns=sessions,
+        _drop=team._ignore,
+        _job=SimpleNamespace(generating_spec=None, resources=SimpleNamespace(data=0)),
+    )
+    assert await StepIntake._score(intake, dropped, plan[GROUP]) is None
+    ((lost_there,),) = team.transactions
+    assert (lost_there.stream, lost_there.message.session) == (THEIRS, Team.OTHER + 1)
+    assert lost_there.message.reason == "infrastructure"
 
 
 async def test_job_fails_once_another_policy_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,7 +491,7 @@ async def test_agent_waits_for_no_session_of_another_policy_once_its_group_is_dr
         sessions._until_open(SessionId("job.verifier", Team.OTHER), collecting.session(GROUP))
     )
     await asyncio.sleep(0)
-    assert sessions.awaited
+    assert sessions.awaited == "job.verifier"
     collecting.drop(GROUP, "generation", "no")
     with pytest.raises(EnvironmentFault, match="its group is complete or dropped"):
         await waiting
@@ -512,3 +522,18 @@ async def test_session_that_another_job_lost_without_a_detail_is_lost() -> None:
     end, _ = await sessions._ended(SessionId("job", GROUP), collecting.session(GROUP), SimpleNamespace(sample=GROUP))  # type: ignore[arg-type]
     assert end is not None
     assert end.reason == "agent_infrastructure"
+
+
+async def test_job_waits_for_samples_while_it_and_the_other_policies_are_paused() -> None:
+    async def wait(*_: Any) -> None:
+        raise WaitTimedOut("waited 1 s")
+
+    job: Any = SimpleNamespace(id="job", unpaused=asyncio.Event(), generating_spec=SimpleNamespace(agent=None))
+    others = [OtherPolicy("verifier", "job.verifier", 2)]
+    state: Any = SimpleNamespace(finished_cursor=START, read_cursor=START)
+    intake = Intake(job, state, asyncio.TaskGroup(), None, None, None, others)
+    intake._finished = SimpleNamespace(wait=wait, all_taken=False)  # type: ignore[assignment]
+    await intake.read("samples", "none came", str)
+    job.unpaused.set()
+    with pytest.raises(Fatal, match=r"that a trainer runs job job\.verifier"):
+        await intake.read("samples", "none came", str)
