@@ -29,7 +29,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rlboost.services.trainer.domain.conversations import StepTurnIds
 from rlboost.services.trainer.domain.plan import PlannedGroup
@@ -70,6 +70,7 @@ class _End(NamedTuple):
     reason: str = "raised"
     policies: Mapping[str, tuple[float, TurnRewards, float]] = {}
     """Other policy -> reward, rewards of answers and cost of its session."""
+    over: Literal["done", "cut"] = "done"
 
 
 class OtherPolicy(NamedTuple):
@@ -293,13 +294,13 @@ class StepSessions:
         try:
             end = await (self._here(session_id, session) if self._spec.runs_here else self._elsewhere(session))
             if not end.raised:
-                ended = SessionEnded(
-                    session=record.sample, start=end.start, reward=end.reward, rewards=end.rewards, cost=end.cost
-                )
+                fields = _fields(end, end.reward, end.rewards, end.cost)
+                ended = SessionEnded(session=record.sample, **fields)
                 return ended, self._ends_of_others(session, partial(_rewarded, end))
             if await self._is_at_limit(session_id, session, end.start):
                 # A model has used up its turns, and its agent could not go on: this is a result, not a fault.
-                cut = SessionEnded(session=record.sample, start=end.start, over="cut", cost=end.cost)
+                end = end._replace(over="cut")
+                cut = SessionEnded(session=record.sample, **_fields(end, 0.0, (), end.cost))
                 return cut, self._ends_of_others(session, partial(_rewarded, end))
             raise EnvironmentFault(end.reason, end.raised)  # noqa: TRY301 - one way to lose a session
         except EnvironmentFault as error:
@@ -340,7 +341,7 @@ class StepSessions:
             raise EnvironmentFault("released", "its group is complete or dropped")
         raised = rewarded.detail or rewarded.reason  # who ended it may have nothing to say about it
         ended = rewarded.start, raised, rewarded.reward, rewarded.rewards, rewarded.cost
-        return _End(*ended, rewarded.reason or "raised")
+        return _End(*ended, rewarded.reason or "raised", over=rewarded.over)
 
     async def _text_of(self, session_id: SessionId, session: Session) -> str:
         session_key = self._job.resources.session_key
@@ -414,5 +415,8 @@ def _of_turns(rewards: Mapping[str, float]) -> TurnRewards:
 
 def _rewarded(end: _End, policy: str) -> dict[str, Any]:
     """Return what another policy's session gets of an agent's end; nothing without a reward."""
-    reward, rewards, cost = end.policies.get(policy, (0.0, (), 0.0))
-    return {"start": end.start, "reward": reward, "rewards": rewards, "cost": cost}
+    return _fields(end, *end.policies.get(policy, (0.0, (), 0.0)))
+
+
+def _fields(end: _End, reward: float, rewards: TurnRewards, cost: float) -> dict[str, Any]:
+    return {"start": end.start, "reward": reward, "rewards": rewards, "cost": cost, "over": end.over}

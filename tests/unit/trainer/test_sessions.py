@@ -537,3 +537,17 @@ async def test_job_waits_for_samples_while_it_and_the_other_policies_are_paused(
     job.unpaused.set()
     with pytest.raises(Fatal, match=r"that a trainer runs job job\.verifier"):
         await intake.read("samples", "none came", str)
+
+
+async def test_session_that_is_cut_is_truncated_for_all_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    team = Team(AgentEnd("a", "no turn is left", {}))
+    monkeypatch.setattr(StepSessions, "_is_at_limit", lambda *_: asyncio.sleep(0, result=True))
+    ((_, (stream, theirs)),) = await team.run(collector(1), monkeypatch)
+    assert (stream, theirs.over, theirs.reason) == (THEIRS, "cut", "")
+    collecting = collector(1)
+    team.job.generating_spec.agent = SimpleNamespace(runs_here=False)
+    collecting.apply(theirs.model_copy(update={"session": GROUP}))
+    sessions = StepSessions(team.job, 4, {}, collecting, StepTurnIds(IDS, None), asyncio.TaskGroup())
+    end, _ = await sessions._ended(SessionId("job", GROUP), collecting.session(GROUP), SimpleNamespace(sample=GROUP))  # type: ignore[arg-type]
+    assert end is not None
+    assert (end.over, end.start, end.reward) == ("cut", "a", 0.0)
