@@ -250,6 +250,8 @@ class SessionRewarded(Message):
     detail: str = ""
     rewards: TurnRewards = ()
     cost: Finite = 0.0
+    over: Literal["done", "cut"] = "done"
+    """See `SessionEnded`."""
 
 
 @message

@@ -205,6 +205,7 @@ class StepIntake:
     async def _score(self, outcome: GroupOutcome, planned: PlannedGroup) -> ScoredGroup | None:
         """Return a group with its rewards, None for one that was dropped or could not be scored."""
         if isinstance(outcome, DroppedGroup):
+            await self.turns.report_dropped(outcome.group)  # here, as the step does not end before it is done
             await self._drop(outcome.group, outcome.reason, outcome.detail)
             return None
         job, spec, data, began = self._job, self._job.generating_spec, self._job.resources.data, time.monotonic()
@@ -518,6 +519,8 @@ class Intake:
         try:
             await self._finished.wait(what, because, shown)
         except WaitTimedOut as error:
+            if self.other_policies and not self.job.unpaused.is_set():
+                return  # the others are paused with it, perhaps before this step
             agent = self.job.generating_spec.agent
             hosts = f", and a host of agents runs: 'rlboost agents {self.job.id}'" if agent and agent.remote else ""
             advice = f"check that a worker is ready to generate: 'rlboost worker list'{hosts}"

@@ -29,7 +29,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rlboost.services.trainer.domain.conversations import StepTurnIds
 from rlboost.services.trainer.domain.plan import PlannedGroup
@@ -41,7 +41,7 @@ from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.ids import JOB_SHIFT, SampleId, group_of, within_job
 from rlboost.shared.job.agent import REWARDED, SESSION, TASK, SessionId, SessionRecord, SessionTask, turn_of_answer
 from rlboost.shared.job.base import served_id
-from rlboost.shared.job.reward import SPARE_TURNS, AgentSpec
+from rlboost.shared.job.reward import AgentSpec
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import ENDED_JOB_RETENTION_S, GroupRequested, SessionEnded, SessionRewarded, TurnRewards
 from rlboost.shared.model.tool_call_formats import Tools
@@ -70,6 +70,7 @@ class _End(NamedTuple):
     reason: str = "raised"
     policies: Mapping[str, tuple[float, TurnRewards, float]] = {}
     """Other policy -> reward, rewards of answers and cost of its session."""
+    over: Literal["done", "cut"] = "done"
 
 
 class OtherPolicy(NamedTuple):
@@ -187,11 +188,10 @@ class StepSessions:
         self._waiting = [sample for sample in self._waiting if SampleId.unpack(sample).is_eval and not self.evaluates]
         for sample in dict.fromkeys([*due, *self._groups.take_begun_again()]):  # of an earlier process, it is in both
             session = self._groups.session(sample)
-            if self._groups.is_awaited(session):
+            # Where another job's agent calls this policy, that job waits for a session, even of a dropped group.
+            if self._groups.is_awaited(session) or (self._spec.leader and session.rewarded is None):
                 self._running[sample] = session
                 self._tasks.create_task(self._run(session), name=f"session-{SampleId.unpack(sample)}")
-            elif (ops := self._losses(session)) and (session.end is None or session.end.reason):
-                self._tasks.create_task(self._job.bus.transact(ops), name=f"end-{SampleId.unpack(sample)}")
 
     def release(self, group: int) -> None:
         """Stop the agents of a group that is complete or dropped."""
@@ -202,6 +202,14 @@ class StepSessions:
             if environments is not None:
                 environments.stop(session.id)
             self._end_remote(session.id, None)
+
+    async def report_dropped(self, group: int) -> None:
+        """End the sessions of a dropped group for other policies; what has ended there stays."""
+        lost = {"reason": "infrastructure", "detail": f"job {self._job.id} dropped its group"}
+        sessions = [self._groups.session(group + member) for member in range(self._planned[group].n)]
+        open_ones = [session for session in sessions if session.end is None or session.end.reason]
+        if ops := [op for session in open_ones for op in self._ends_of_others(session, lambda _: lost)]:
+            await self._job.bus.transact(ops)
 
     def _end_remote(self, session: int, end: SessionRewarded | None) -> None:
         if (future := self._ends.get(session)) is not None and not future.done():
@@ -226,17 +234,7 @@ class StepSessions:
             end = end.model_copy(update={"duration_s": time.monotonic() - opened_at})
             ops.insert(0, Append(names.rollouts_finished(self._job.id), end))
             ops += others
-        else:
-            ops += self._losses(session)
         await self._job.bus.transact(ops)
-
-    def _losses(self, session: Session) -> list[Op]:
-        """Return what ends a session for other policies if its group is complete or dropped; what has ended stays."""
-        if self._groups.is_open(group_of(session.sample)):
-            return []  # it goes on, perhaps as the one that replaces it
-        return self._ends_of_others(
-            session, lambda _: {"reason": "infrastructure", "detail": f"job {self._job.id} dropped it"}
-        )
 
     def _ends_of_others(self, session: Session, end_of: Callable[[str], dict[str, Any]]) -> list[Op]:
         """Return what ends a session for other policies, each with the fields that `end_of` returns for its name."""
@@ -260,7 +258,7 @@ class StepSessions:
             first=first,
             stride=stride,
             max_turns=self._spec.max_turns,
-            n_ids=self._spec.max_turns + SPARE_TURNS,
+            n_ids=ids.max_turns - 1,
             seed=request.seed,
             sampling=request.sampling,
             vocab_size=request.vocab_size,
@@ -296,13 +294,13 @@ class StepSessions:
         try:
             end = await (self._here(session_id, session) if self._spec.runs_here else self._elsewhere(session))
             if not end.raised:
-                ended = SessionEnded(
-                    session=record.sample, start=end.start, reward=end.reward, rewards=end.rewards, cost=end.cost
-                )
+                fields = _fields(end, end.reward, end.rewards, end.cost)
+                ended = SessionEnded(session=record.sample, **fields)
                 return ended, self._ends_of_others(session, partial(_rewarded, end))
             if await self._is_at_limit(session_id, session, end.start):
                 # A model has used up its turns, and its agent could not go on: this is a result, not a fault.
-                cut = SessionEnded(session=record.sample, start=end.start, over="cut", cost=end.cost)
+                end = end._replace(over="cut")
+                cut = SessionEnded(session=record.sample, **_fields(end, 0.0, (), end.cost))
                 return cut, self._ends_of_others(session, partial(_rewarded, end))
             raise EnvironmentFault(end.reason, end.raised)  # noqa: TRY301 - one way to lose a session
         except EnvironmentFault as error:
@@ -341,8 +339,9 @@ class StepSessions:
             del self._ends[session.id]
         if rewarded is None:
             raise EnvironmentFault("released", "its group is complete or dropped")
-        ended = rewarded.start, rewarded.detail, rewarded.reward, rewarded.rewards, rewarded.cost
-        return _End(*ended, rewarded.reason or "raised")
+        raised = rewarded.detail or rewarded.reason  # who ended it may have nothing to say about it
+        ended = rewarded.start, raised, rewarded.reward, rewarded.rewards, rewarded.cost
+        return _End(*ended, rewarded.reason or "raised", over=rewarded.over)
 
     async def _text_of(self, session_id: SessionId, session: Session) -> str:
         session_key = self._job.resources.session_key
@@ -350,7 +349,7 @@ class StepSessions:
         sample = SampleId.unpack(session.sample)
         others = {other.name: other.session(session.sample) for other in self._policies}
         for other in others.values():
-            await self._until_open(other)
+            await self._until_open(other, session)
         return json.dumps(
             {
                 "policies": {name: session_key(other) for name, other in others.items()},
@@ -362,16 +361,24 @@ class StepSessions:
             }
         )
 
-    async def _until_open(self, other: SessionId) -> None:
-        """Wait until another policy's trainer has opened a session; `Intake.read` limits this wait, too."""
+    async def _until_open(self, other: SessionId, session: Session) -> None:
+        """Wait until another policy's trainer has opened a session; `Intake.read` limits this wait, too.
+
+        Raises:
+            EnvironmentFault: the session that needs it is not awaited any more.
+
+        """
         because = f"job {other.job_id} has not come to step {self._step + 1}"
         async with self._opening, self._job.waits.on("another policy", because=because, limit_s=MAX_OPENING_S):
             self.awaited = other.job_id
-            while True:
-                if await self._job.bus.retry(lambda bus: bus.hash_get(other.redis_key, SESSION)) is not None:
-                    break
-                await asyncio.sleep(_OPEN_EVERY_S)
-            self.awaited = ""
+            try:
+                while self._groups.is_awaited(session):
+                    if await self._job.bus.retry(lambda bus: bus.hash_get(other.redis_key, SESSION)) is not None:
+                        return
+                    await asyncio.sleep(_OPEN_EVERY_S)
+            finally:
+                self.awaited = ""
+        raise EnvironmentFault("released", "its group is complete or dropped")
 
     async def _is_at_limit(self, session_id: SessionId, session: Session, start: str) -> bool:
         """Return True if a further call of this start, to any policy, was refused since it had used its turns."""
@@ -408,5 +415,8 @@ def _of_turns(rewards: Mapping[str, float]) -> TurnRewards:
 
 def _rewarded(end: _End, policy: str) -> dict[str, Any]:
     """Return what another policy's session gets of an agent's end; nothing without a reward."""
-    reward, rewards, cost = end.policies.get(policy, (0.0, (), 0.0))
-    return {"start": end.start, "reward": reward, "rewards": rewards, "cost": cost}
+    return _fields(end, *end.policies.get(policy, (0.0, (), 0.0)))
+
+
+def _fields(end: _End, reward: float, rewards: TurnRewards, cost: float) -> dict[str, Any]:
+    return {"start": end.start, "reward": reward, "rewards": rewards, "cost": cost, "over": end.over}

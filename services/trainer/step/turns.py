@@ -204,6 +204,9 @@ class StepTurns:
             name = f"answer-{SampleId.unpack(conversation.sample)}-{number}"
             self._tasks.create_task(self._answer(conversation, number), name=name)
 
+    async def report_dropped(self, group: int) -> None:
+        """Report nothing: see `StepSessions.report_dropped`."""
+
     def release(self, group: int) -> None:
         """Discard the environments of a dropped group."""
         if (environments := self._job.resources.environments) is not None:

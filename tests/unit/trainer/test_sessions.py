@@ -17,16 +17,18 @@ from rlboost.services.trainer.domain.conversations import Row, StepTurnIds, Turn
 from rlboost.services.trainer.domain.groups import DroppedGroup, GroupOutcome, ScoredGroup, WholeGroup
 from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
 from rlboost.services.trainer.domain.sessions import NO_CALL, UNKNOWN_ANSWER, Branches, SessionCollector
-from rlboost.services.trainer.ports.samples import StepResult
+from rlboost.services.trainer.ports.samples import EnvironmentFault, StepResult
 from rlboost.services.trainer.step import sessions as sessions_module
+from rlboost.services.trainer.step.intake import Intake, StepIntake
 from rlboost.services.trainer.step.sessions import OtherPolicy, StepSessions, watch_policies
 from rlboost.services.trainer.step.training_rows import TrainingRows
-from rlboost.shared.errors import Fatal, Unprocessable
+from rlboost.shared.errors import Fatal, Unprocessable, WaitTimedOut
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.agent import AgentEnd, Rewards, SessionId
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SessionEnded, SessionRewarded, TurnOpened
-from rlboost.shared.streams.bus import Append
+from rlboost.shared.process.waiting import Waits
+from rlboost.shared.streams.bus import START, Append
 from rlboost.shared.wire import F32, I32, floats, ints, pack
 
 IDS = TurnIds(n_groups=2, group_size=2, max_turns=10, replacements=1)
@@ -373,8 +375,9 @@ class Team:
 
     def __init__(self, *ends: AgentEnd) -> None:
         self.transactions = list[list[Any]]()
+        self.opened = list[int]()
         self._ends = iter(ends)
-        agent = SimpleNamespace(runs_here=True, remote=False, max_turns=9, max_tokens=None)
+        agent = SimpleNamespace(runs_here=True, remote=False, max_turns=9, max_tokens=None, leader="")
         self.job: Any = SimpleNamespace(
             id="job",
             resources=SimpleNamespace(environments=self),
@@ -409,6 +412,7 @@ class Team:
             sessions = StepSessions(self.job, 4, plan, collecting, StepTurnIds(IDS, None), tasks, others)
 
             async def opened(_: SessionId, session: Any) -> Any:
+                self.opened.append(session.id)
                 return SimpleNamespace(sample=session.id, model_copy=lambda **_: ended())
 
             async def text(*_: Any) -> str:
@@ -445,14 +449,23 @@ async def test_other_policy_loses_a_session_only_if_it_does_not_begin_again(monk
     assert theirs == (THEIRS, SessionRewarded(session=Team.OTHER, reason="infrastructure", detail="no"))
 
 
-async def test_other_policy_loses_the_sessions_of_a_group_that_an_earlier_process_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    collecting = collector(1)
-    collecting.drop(GROUP, "generation", "no")
-    ((theirs,),) = await Team().run(collecting, monkeypatch)
-    assert theirs[0] == THEIRS
-    assert (theirs[1].session, theirs[1].reason) == (Team.OTHER, "infrastructure")
+async def test_other_policy_loses_the_sessions_of_a_dropped_group_before_the_step_ends() -> None:
+    team, collecting = Team(), collector(2)
+    plan: Any = {GROUP: SimpleNamespace(id=GROUP, n=2)}
+    others = [OtherPolicy("verifier", "job.verifier", 2)]
+    sessions = StepSessions(team.job, 4, plan, collecting, StepTurnIds(IDS, None), asyncio.TaskGroup(), others)
+    folded(collecting, opened(0, 1), made(0, 5), ended())
+    dropped = collecting.drop(GROUP, "generation", "no")
+    assert dropped is not None
+    intake: Any = SimpleNamespace(
+        turns=sessions,
+        _drop=team._ignore,
+        _job=SimpleNamespace(generating_spec=None, resources=SimpleNamespace(data=0)),
+    )
+    assert await StepIntake._score(intake, dropped, plan[GROUP]) is None
+    ((lost_there,),) = team.transactions
+    assert (lost_there.stream, lost_there.message.session) == (THEIRS, Team.OTHER + 1)
+    assert lost_there.message.reason == "infrastructure"
 
 
 async def test_job_fails_once_another_policy_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,3 +478,76 @@ async def test_job_fails_once_another_policy_has(monkeypatch: pytest.MonkeyPatch
     job: Any = SimpleNamespace(cancelled=asyncio.Event(), bus=SimpleNamespace(retry=retry))
     with pytest.raises(Fatal, match=r"job job\.verifier, which learns with this one, failed: no disk"):
         await watch_policies(job, [OtherPolicy("verifier", "job.verifier", 2)])
+
+
+async def test_agent_waits_for_no_session_of_another_policy_once_its_group_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions_module, "_OPEN_EVERY_S", 0.0)
+    team, collecting = Team(), collector(1)
+    team.job.waits = Waits()
+    sessions = StepSessions(team.job, 4, {}, collecting, StepTurnIds(IDS, None), asyncio.TaskGroup())
+    waiting = asyncio.create_task(
+        sessions._until_open(SessionId("job.verifier", Team.OTHER), collecting.session(GROUP))
+    )
+    await asyncio.sleep(0)
+    assert sessions.awaited == "job.verifier"
+    collecting.drop(GROUP, "generation", "no")
+    with pytest.raises(EnvironmentFault, match="its group is complete or dropped"):
+        await waiting
+    assert not sessions.awaited
+
+
+async def test_session_of_a_dropped_group_is_over_for_the_job_whose_agent_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    team, collecting = Team(), collector(1)
+    team.job.generating_spec.agent.leader = "leader"
+    collecting.drop(GROUP, "generation", "no")
+    await team.run(collecting, monkeypatch)
+    assert team.opened == [GROUP]
+    collecting.apply(SessionRewarded(session=GROUP, reason="infrastructure"))
+    await team.run(collecting, monkeypatch)
+    assert team.opened == [GROUP]
+
+
+async def test_session_that_another_job_lost_without_a_detail_is_lost() -> None:
+    team, collecting = (
+        Team(),
+        SessionCollector(1, 4, {GROUP: 1}, 0, StepTurnIds(dataclasses.replace(IDS, replacements=0), None), 1),
+    )
+    team.job.generating_spec.agent = SimpleNamespace(runs_here=False)
+    collecting.apply(SessionRewarded(session=GROUP, reason="infrastructure"))
+    sessions = StepSessions(team.job, 4, {}, collecting, StepTurnIds(IDS, None), asyncio.TaskGroup())
+    end, _ = await sessions._ended(SessionId("job", GROUP), collecting.session(GROUP), SimpleNamespace(sample=GROUP))  # type: ignore[arg-type]
+    assert end is not None
+    assert end.reason == "agent_infrastructure"
+
+
+async def test_job_waits_for_samples_while_it_and_the_other_policies_are_paused() -> None:
+    async def wait(*_: Any) -> None:
+        raise WaitTimedOut("waited 1 s")
+
+    job: Any = SimpleNamespace(id="job", unpaused=asyncio.Event(), generating_spec=SimpleNamespace(agent=None))
+    others = [OtherPolicy("verifier", "job.verifier", 2)]
+    state: Any = SimpleNamespace(finished_cursor=START, read_cursor=START)
+    intake = Intake(job, state, asyncio.TaskGroup(), None, None, None, others)
+    intake._finished = SimpleNamespace(wait=wait, all_taken=False)  # type: ignore[assignment]
+    await intake.read("samples", "none came", str)
+    job.unpaused.set()
+    with pytest.raises(Fatal, match=r"that a trainer runs job job\.verifier"):
+        await intake.read("samples", "none came", str)
+
+
+async def test_session_that_is_cut_is_truncated_for_all_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    team = Team(AgentEnd("a", "no turn is left", {}))
+    monkeypatch.setattr(StepSessions, "_is_at_limit", lambda *_: asyncio.sleep(0, result=True))
+    ((_, (stream, theirs)),) = await team.run(collector(1), monkeypatch)
+    assert (stream, theirs.over, theirs.reason) == (THEIRS, "cut", "")
+    collecting = collector(1)
+    team.job.generating_spec.agent = SimpleNamespace(runs_here=False)
+    collecting.apply(theirs.model_copy(update={"session": GROUP}))
+    sessions = StepSessions(team.job, 4, {}, collecting, StepTurnIds(IDS, None), asyncio.TaskGroup())
+    end, _ = await sessions._ended(SessionId("job", GROUP), collecting.session(GROUP), SimpleNamespace(sample=GROUP))  # type: ignore[arg-type]
+    assert end is not None
+    assert (end.over, end.start, end.reward) == ("cut", "a", 0.0)
