@@ -77,13 +77,16 @@ class StoreSource:
 
         await for_each(blobs, settle, concurrency=self._concurrency, name="weights-fetch")
 
-    async def fetch_one(self, blob: ChunkRef, traffic: Traffic) -> Exception | None:
+    async def fetch_one(
+        self, blob: ChunkRef, traffic: Traffic, watch: Callable[[Download], None] = lambda _: None
+    ) -> Exception | None:
         """Fetch one blob into the cache; return the error if it cannot be obtained.
 
         Waits for an unavailable store, and for a publisher to upload a chunk again that is damaged in the store.
+        `watch` gets each download when it begins.
         """
         for _ in range(2):
-            download = Download(blob, self._buffers)
+            watch(download := Download(blob, self._buffers))
             keep = partial(self._cache.store, blob, download.data)
             try:
                 is_stored = await retry_unavailable(partial(self._client.fetch, download, keep))
