@@ -154,8 +154,7 @@ class RlJob(TrainingJob, _RewardedJob):
         file |= {key: section.model_dump(mode="json") for key, section in sections.items()}
         file |= {"name": f"{self.name}.{name}", "model": given.model, "lora": lora}
         file |= {"reward": None, "models": {}, "policies": {}, "data": {**file["data"], "curriculum": None}}
-        # Its sessions are those of the job: one that begins again there continues the same session here.
-        file["agent"] |= {"leader": job_id, "replacements": 0}
+        file["agent"] |= {"leader": job_id}
         try:
             return RlJob.model_validate(file)
         except ValidationError as error:

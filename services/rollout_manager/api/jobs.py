@@ -160,7 +160,8 @@ async def create_job(
 ) -> JSONResponse:
     """Create a job from a job file as JSON; a repeated `Idempotency-Key` returns the same job."""
     spec = _validated(raw)
-    _check_deadline(spec, settings)
+    for one in (spec, *policy_jobs("", spec).values()):
+        _check_deadline(one, settings)
     job_id = f"{spec.name}-{new_token(3)}"
     if idempotency_key:
         created = names.job_created(idempotency_key)

@@ -178,6 +178,11 @@ def _with_replacements(ids: TurnIds, spec: GeneratingJob) -> TurnIds:
         return ids
     # Each call of an agent is requested alone, as turns after the first are.
     ids = replace(ids, max_turns=conversation.max_turns + (0 if spec.agent is None else 1 + SPARE_TURNS))
+    if spec.agent is not None and spec.agent.leader:
+        # Its sessions do not begin again: they go on where those of the leader do, whose agent calls anew.
+        room = ((MAX_GROUPS_PER_STEP // ids.n_groups - 1) // ids.group_size - SPARE_TURNS) // conversation.max_turns
+        more = REPLACEMENTS if conversation.replacements is None else conversation.replacements
+        return replace(ids, max_turns=ids.max_turns + max(0, min(more, room - 1)) * conversation.max_turns)
     if conversation.replacements is not None:
         return replace(ids, replacements=conversation.replacements)
     room = (MAX_GROUPS_PER_STEP - ids.n_numbers) // (ids.n_groups * ids.max_turns)

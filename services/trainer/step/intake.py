@@ -518,6 +518,8 @@ class Intake:
         try:
             await self._finished.wait(what, because, shown)
         except WaitTimedOut as error:
+            if self.other_policies and not self.job.unpaused.is_set():
+                return  # the others are paused with it, perhaps before this step
             agent = self.job.generating_spec.agent
             hosts = f", and a host of agents runs: 'rlboost agents {self.job.id}'" if agent and agent.remote else ""
             advice = f"check that a worker is ready to generate: 'rlboost worker list'{hosts}"

@@ -41,7 +41,7 @@ from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.ids import JOB_SHIFT, SampleId, group_of, within_job
 from rlboost.shared.job.agent import REWARDED, SESSION, TASK, SessionId, SessionRecord, SessionTask, turn_of_answer
 from rlboost.shared.job.base import served_id
-from rlboost.shared.job.reward import SPARE_TURNS, AgentSpec
+from rlboost.shared.job.reward import AgentSpec
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import ENDED_JOB_RETENTION_S, GroupRequested, SessionEnded, SessionRewarded, TurnRewards
 from rlboost.shared.model.tool_call_formats import Tools
@@ -187,7 +187,8 @@ class StepSessions:
         self._waiting = [sample for sample in self._waiting if SampleId.unpack(sample).is_eval and not self.evaluates]
         for sample in dict.fromkeys([*due, *self._groups.take_begun_again()]):  # of an earlier process, it is in both
             session = self._groups.session(sample)
-            if self._groups.is_awaited(session):
+            # Where another job's agent calls this policy, that job waits for a session, even of a dropped group.
+            if self._groups.is_awaited(session) or (self._spec.leader and session.rewarded is None):
                 self._running[sample] = session
                 self._tasks.create_task(self._run(session), name=f"session-{SampleId.unpack(sample)}")
             elif (ops := self._losses(session)) and (session.end is None or session.end.reason):
@@ -260,7 +261,7 @@ class StepSessions:
             first=first,
             stride=stride,
             max_turns=self._spec.max_turns,
-            n_ids=self._spec.max_turns + SPARE_TURNS,
+            n_ids=ids.max_turns - 1,
             seed=request.seed,
             sampling=request.sampling,
             vocab_size=request.vocab_size,
@@ -341,7 +342,8 @@ class StepSessions:
             del self._ends[session.id]
         if rewarded is None:
             raise EnvironmentFault("released", "its group is complete or dropped")
-        ended = rewarded.start, rewarded.detail, rewarded.reward, rewarded.rewards, rewarded.cost
+        raised = rewarded.detail or rewarded.reason  # who ended it may have nothing to say about it
+        ended = rewarded.start, raised, rewarded.reward, rewarded.rewards, rewarded.cost
         return _End(*ended, rewarded.reason or "raised")
 
     async def _text_of(self, session_id: SessionId, session: Session) -> str:
@@ -350,7 +352,7 @@ class StepSessions:
         sample = SampleId.unpack(session.sample)
         others = {other.name: other.session(session.sample) for other in self._policies}
         for other in others.values():
-            await self._until_open(other)
+            await self._until_open(other, session)
         return json.dumps(
             {
                 "policies": {name: session_key(other) for name, other in others.items()},
@@ -362,16 +364,24 @@ class StepSessions:
             }
         )
 
-    async def _until_open(self, other: SessionId) -> None:
-        """Wait until another policy's trainer has opened a session; `Intake.read` limits this wait, too."""
+    async def _until_open(self, other: SessionId, session: Session) -> None:
+        """Wait until another policy's trainer has opened a session; `Intake.read` limits this wait, too.
+
+        Raises:
+            EnvironmentFault: the session that needs it is not awaited any more.
+
+        """
         because = f"job {other.job_id} has not come to step {self._step + 1}"
         async with self._opening, self._job.waits.on("another policy", because=because, limit_s=MAX_OPENING_S):
             self.awaited = other.job_id
-            while True:
-                if await self._job.bus.retry(lambda bus: bus.hash_get(other.redis_key, SESSION)) is not None:
-                    break
-                await asyncio.sleep(_OPEN_EVERY_S)
-            self.awaited = ""
+            try:
+                while self._groups.is_awaited(session):
+                    if await self._job.bus.retry(lambda bus: bus.hash_get(other.redis_key, SESSION)) is not None:
+                        return
+                    await asyncio.sleep(_OPEN_EVERY_S)
+            finally:
+                self.awaited = ""
+        raise EnvironmentFault("released", "its group is complete or dropped")
 
     async def _is_at_limit(self, session_id: SessionId, session: Session, start: str) -> bool:
         """Return True if a further call of this start, to any policy, was refused since it had used its turns."""

@@ -275,3 +275,13 @@ async def test_policy_of_a_job_is_commanded_with_it_only(team: ManagerRig) -> No
 async def test_policy_whose_job_has_failed_can_be_cancelled(team: ManagerRig) -> None:
     await team.report("failed")
     assert (await team.http.post(f"/jobs/{team.job}.verifier/cancel")).status_code == 202
+
+
+async def test_deadline_of_a_policy_is_refused_as_that_of_its_job() -> None:
+    rig = ManagerRig()
+    assert await rig.manager.try_lead()
+    file = {name: value for name, value in job_file().items() if name != "reward"} | {"agent": {"function": "a:b"}}
+    verifier = {"model": "m", "elastic": {"finish_by": "2100-01-01T00:00:00Z"}}
+    answer = await rig.http.post("/jobs", json={**file, "policies": {"verifier": verifier}})
+    assert answer.status_code == 409
+    assert "elastic.finish_by needs a manager that can start workers" in answer.text

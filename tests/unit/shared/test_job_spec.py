@@ -201,7 +201,7 @@ def test_other_policy_has_the_sections_of_the_job_that_it_does_not_have() -> Non
     assert (job_id, policy.name, policy.model) == ("solver-1.verifier", "solver.verifier", "v")
     assert (policy.optimizer.lr, policy.sampling.max_tokens) == (1e-3, 9)
     assert policy.agent is not None
-    assert (policy.agent.leader, policy.agent.runs_here, policy.agent.replacements) == ("solver-1", False, 0)
+    assert (policy.agent.leader, policy.agent.runs_here) == ("solver-1", False)
     stored = parse_stored(json.loads(to_json(job)))
     assert policy_jobs("solver-1", stored) == {job_id: policy}
     assert parse_stored(json.loads(to_json(policy))) == policy

@@ -171,6 +171,16 @@ def test_conversations_begin_again_twice_or_as_often_as_ids_allow() -> None:
     assert training(64, replacements=5) == TurnIds(64, 16, 8, 5)
 
 
+@pytest.mark.parametrize(("prompts", "given", "starts"), [(4, None, 3), (4, 0, 1), (4, 5, 6), (2048, None, 1)])
+def test_session_of_another_policy_has_turns_for_each_time_that_its_agent_begins_again(
+    prompts: int, given: int | None, starts: int
+) -> None:
+    agent = {"function": "m:f", "max_turns": 16, "leader": "solver-1", "replacements": given}
+    raw = spec(data={"train": "x.jsonl", "prompts_per_step": prompts}, algorithm={"group_size": 16}).model_dump()
+    ids = plan.turn_ids(type(spec()).model_validate({**raw, "reward": None, "agent": agent}), ()).training
+    assert ids == TurnIds(prompts, 16, 16 * starts + 5, 0)
+
+
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 

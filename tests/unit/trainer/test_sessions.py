@@ -17,7 +17,8 @@ from rlboost.services.trainer.domain.conversations import Row, StepTurnIds, Turn
 from rlboost.services.trainer.domain.groups import DroppedGroup, GroupOutcome, ScoredGroup, WholeGroup
 from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
 from rlboost.services.trainer.domain.sessions import NO_CALL, UNKNOWN_ANSWER, Branches, SessionCollector
-from rlboost.services.trainer.ports.samples import StepResult
+from rlboost.services.trainer.ports.samples import EnvironmentFault, StepResult
+from rlboost.services.trainer.step import sessions as sessions_module
 from rlboost.services.trainer.step.sessions import OtherPolicy, StepSessions
 from rlboost.services.trainer.step.training_rows import TrainingRows
 from rlboost.shared.errors import Unprocessable
@@ -25,6 +26,7 @@ from rlboost.shared.ids import SampleId
 from rlboost.shared.job.agent import AgentEnd, Rewards, SessionId
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SessionEnded, SessionRewarded, TurnOpened
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import Append
 from rlboost.shared.wire import F32, I32, floats, ints, pack
 
@@ -372,8 +374,9 @@ class Team:
 
     def __init__(self, *ends: AgentEnd) -> None:
         self.transactions = list[list[Any]]()
+        self.opened = list[int]()
         self._ends = iter(ends)
-        agent = SimpleNamespace(runs_here=True, remote=False, max_turns=9, max_tokens=None)
+        agent = SimpleNamespace(runs_here=True, remote=False, max_turns=9, max_tokens=None, leader="")
         self.job: Any = SimpleNamespace(
             id="job",
             resources=SimpleNamespace(environments=self),
@@ -408,6 +411,7 @@ class Team:
             sessions = StepSessions(self.job, 4, plan, collecting, StepTurnIds(IDS, None), tasks, others)
 
             async def opened(_: SessionId, session: Any) -> Any:
+                self.opened.append(session.id)
                 return SimpleNamespace(sample=session.id, model_copy=lambda **_: ended())
 
             async def text(*_: Any) -> str:
@@ -452,3 +456,47 @@ async def test_other_policy_loses_the_sessions_of_a_group_that_an_earlier_proces
     ((theirs,),) = await Team().run(collecting, monkeypatch)
     assert theirs[0] == THEIRS
     assert (theirs[1].session, theirs[1].reason) == (Team.OTHER, "infrastructure")
+
+
+async def test_agent_waits_for_no_session_of_another_policy_once_its_group_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions_module, "_OPEN_EVERY_S", 0.0)
+    team, collecting = Team(), collector(1)
+    team.job.waits = Waits()
+    sessions = StepSessions(team.job, 4, {}, collecting, StepTurnIds(IDS, None), asyncio.TaskGroup())
+    waiting = asyncio.create_task(
+        sessions._until_open(SessionId("job.verifier", Team.OTHER), collecting.session(GROUP))
+    )
+    while not sessions.awaited:
+        await asyncio.sleep(0)
+    collecting.drop(GROUP, "generation", "no")
+    with pytest.raises(EnvironmentFault, match="its group is complete or dropped"):
+        await waiting
+    assert not sessions.awaited
+
+
+async def test_session_of_a_dropped_group_is_over_for_the_job_whose_agent_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    team, collecting = Team(), collector(1)
+    team.job.generating_spec.agent.leader = "leader"
+    collecting.drop(GROUP, "generation", "no")
+    await team.run(collecting, monkeypatch)
+    assert team.opened == [GROUP]
+    collecting.apply(SessionRewarded(session=GROUP, reason="infrastructure"))
+    await team.run(collecting, monkeypatch)
+    assert team.opened == [GROUP]
+
+
+async def test_session_that_another_job_lost_without_a_detail_is_lost() -> None:
+    team, collecting = (
+        Team(),
+        SessionCollector(1, 4, {GROUP: 1}, 0, StepTurnIds(dataclasses.replace(IDS, replacements=0), None), 1),
+    )
+    team.job.generating_spec.agent = SimpleNamespace(runs_here=False)
+    collecting.apply(SessionRewarded(session=GROUP, reason="infrastructure"))
+    sessions = StepSessions(team.job, 4, {}, collecting, StepTurnIds(IDS, None), asyncio.TaskGroup())
+    end, _ = await sessions._ended(SessionId("job", GROUP), collecting.session(GROUP), SimpleNamespace(sample=GROUP))  # type: ignore[arg-type]
+    assert end is not None
+    assert end.reason == "agent_infrastructure"
