@@ -267,9 +267,8 @@ class PeerSource:
             peers = await self._directory.peers()
         except BusUnavailable as error:
             log.warning("peer_directory_unavailable", error=str(error))
-            if self._directory.site:  # its link may be cut, while its workers reach each other
-                return
-            peers = []
+            # The link of a site may be cut, while its workers reach each other.
+            peers = list(pull.peers.values()) if self._directory.site else []
         ours = {index.id for index in self._indexes}
         pull.peers = {peer.name: peer for peer in peers if peer.holds.keys() & ours}
         held = {peer.name: blobs_in(self._indexes, peer.holds) for peer in pull.peers.values()}
