@@ -77,13 +77,16 @@ class StoreSource:
 
         await for_each(blobs, settle, concurrency=self._concurrency, name="weights-fetch")
 
-    async def fetch_one(self, blob: ChunkRef, traffic: Traffic) -> Exception | None:
+    async def fetch_one(
+        self, blob: ChunkRef, traffic: Traffic, watch: Callable[[Download], None] = lambda _: None
+    ) -> Exception | None:
         """Fetch one blob into the cache; return the error if it cannot be obtained.
 
         Waits for an unavailable store, and for a publisher to upload a chunk again that is damaged in the store.
+        `watch` gets each download when it begins.
         """
         for _ in range(2):
-            download = Download(blob, self._buffers)
+            watch(download := Download(blob, self._buffers))
             keep = partial(self._cache.store, blob, download.data)
             try:
                 is_stored = await retry_unavailable(partial(self._client.fetch, download, keep))
@@ -273,9 +276,9 @@ class Puller:
         """Return the version, followed by its base version if it is an adapter."""
         self.last, self._progress = PullStats(), TransferProgress()
         await self._seed_cache(job_id)
-        pulled = [await self._pull_one(job_id, version)]
+        pulled = [await self._pull_one(job_id, version, ())]
         while (base := pulled[-1].manifest.base_version) is not None:
-            pulled.append(self._retained_whole(job_id, base) or await self._pull_one(job_id, base))
+            pulled.append(self._retained_whole(job_id, base) or await self._pull_one(job_id, base, pulled))
         log.info("weights_pulled", job=job_id, version=version, **asdict(self.last))
         await self._retain(pulled)
         return pulled
@@ -307,12 +310,14 @@ class Puller:
         if await asyncio.to_thread(self._seeder, manifest, self._cache):
             self._seeded[job_id] = oldest
 
-    async def _pull_one(self, job_id: str, version: int) -> _Retained:
+    async def _pull_one(self, job_id: str, version: int, pulled: Sequence[_Retained]) -> _Retained:
+        """Pull a version; `pulled` are the adapters on it, which peers may request meanwhile."""
         manifest = await retry_unavailable(lambda: self._client.manifest(job_id, version))
         retained = _Retained(manifest)
         chunk_plans = await self._plan(retained)
         self._progress.total_bytes += sum(chunk_plan.n_bytes for chunk_plan in chunk_plans)
-        self._source.offer([index for known in [*self._retained(), retained] for index in known.indexes])
+        known = [*self._retained(), *pulled, retained]
+        self._source.offer([index for one in known for index in one.indexes])
         await Assembly(self._source, self._cache, self.last).run(chunk_plans)
         retained.deltas = {edge.delta for chunk_plan in chunk_plans for edge in chunk_plan.path}
         return retained

@@ -476,6 +476,23 @@ async def test_site_without_redis_fetches_from_its_workers_and_waits_before_the_
     assert claims_in(logs) == {False}, "another may be fetching the chunk, so it was left until the idle limit"
 
 
+async def test_site_without_redis_asks_a_worker_again_that_was_unreachable(
+    client: StoreClient, far: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "UNREACHABLE_S", 0.1)
+    monkeypatch.setattr(selection, "MAX_IDLE_S", 5.0)
+    chunks, by_digest, bus = await publish(client), chunks_by_digest(), cast("MemoryBus", far.bus)
+
+    def answer(digest: str) -> Response:
+        was_down, bus.down = bus.down, True
+        return Response(by_digest[digest]) if was_down else Response(status_code=500)
+
+    async with served(answer) as url:
+        await listed(far, url, chunks, "same", "far")
+        await far.assert_pulls()
+    assert (far.from_peers, far.from_store) == (WEIGHTS.nbytes, 0)
+
+
 async def test_worker_that_is_slow_for_its_site_is_asked_no_more(
     client: StoreClient, far: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,10 @@ from rlboost.shared.streams.names import JOBS, WEIGHTS_COMMITTED
 from rlboost.shared.weights.access import IssuedAccess, ManifestKey
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.manifest import CHUNK_BYTES, Shard, chunks_among, digest_of
+from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, Shard, chunks_among, digest_of
+from rlboost.shared.weights.peers.selection import BlobIndex
 from rlboost.shared.weights.publisher import Publisher
-from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.puller import OnSettled, Puller, StoreSource, Traffic
 from rlboost.shared.weights.rest_models import ModelInfo, VersionInfo
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
@@ -442,6 +443,34 @@ async def test_base_of_an_adapter_is_retained_while_another_job_is_pulled(
     sent = await metric(client, "rlboost_weight_store_bytes_out_total")
     await puller.pull(JOB, 1)
     assert await metric(client, "rlboost_weight_store_bytes_out_total") == sent
+
+
+class Offered(StoreSource):
+    """Notes what it was last to offer to peers when it fetched each blob."""
+
+    def __init__(self, client: StoreClient, cache: Cache) -> None:
+        super().__init__(client, cache, concurrency=1)
+        self.at_fetch: dict[str, set[str]] = {}
+
+    def offer(self, indexes: Sequence[BlobIndex]) -> None:
+        self._offered = {digest for index in indexes for digest in index.digests}
+
+    async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, on_settled: OnSettled) -> None:
+        self.at_fetch |= {blob.digest: self._offered for blob in blobs}
+        await super().fetch(blobs, traffic, on_settled)
+
+
+async def test_adapter_is_offered_to_peers_while_its_base_is_pulled(
+    publisher: Publisher, client: StoreClient, tmp_path: Path
+) -> None:
+    await publish_adapter(publisher)
+    cache = Cache(tmp_path / "offering")
+    source = Offered(client, cache)
+    with contextlib.closing(Puller(client, cache, Waits(), source=source)) as puller:
+        adapter = await puller.pull(JOB, 1)
+    assert adapter.base is not None
+    offered = [source.at_fetch[chunk.digest] for chunk in adapter.base.manifest.chunks()]
+    assert all({chunk.digest for chunk in adapter.manifest.chunks()} <= digests for digests in offered)
 
 
 async def test_damaged_base_of_an_adapter_is_pulled_again(publisher: Publisher, puller: Puller, tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ class PeerDirectory:
         """Use an open bus; `name` is the worker's id."""
         self._bus = bus
         self._name = name
-        self._host = host
+        self.host = host
+        """See `Peer.host`."""
         self.site = site
         """See `Peer.site`."""
 
@@ -68,7 +69,7 @@ class PeerDirectory:
 
     async def publish(self, url: str, holds: Mapping[str, str]) -> None:
         """Publish this peer's URL and holdings for another `LEASE_S` seconds."""
-        peer = Peer(name=self._name, url=url, host=self._host, site=self.site, holds=dict(holds))
+        peer = Peer(name=self._name, url=url, host=self.host, site=self.site, holds=dict(holds))
         await self._bus.transact([Renew(weight_peer(self._name), peer.model_dump_json(), LEASE_S)])
 
     async def withdraw(self) -> None:
@@ -80,7 +81,7 @@ class PeerDirectory:
         return [
             peer
             for peer in await list_peers(self._bus)
-            if peer.name != self._name and peer.site == self.site and (peer.host == self._host or not peer.is_loopback)
+            if peer.name != self._name and peer.site == self.site and (peer.host == self.host or not peer.is_loopback)
         ]
 
     async def claim(self, digest: str) -> bool:

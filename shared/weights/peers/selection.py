@@ -232,9 +232,11 @@ class PeerSelection:
         self._idle_since = math.inf
         self._waits_for_peers |= isinstance(fetch, FromPeer)
 
-    def on_claim_refused(self, fetch: FromStore, now: float) -> None:
-        """Record that another peer has claimed the blob."""
+    def on_claim_refused(self, fetch: FromStore, now: float, *, is_waited_for: bool = False) -> None:
+        """Record that another peer has claimed the blob; if `is_waited_for`, for as long as it renews the claim."""
         self._end(fetch)
+        if is_waited_for:
+            self._idle_since, self._waits_for_peers = math.inf, True
         self._claimed[fetch.digest] = now + CLAIM_S / 2
         self._requeue(fetch.digest)
 

@@ -211,7 +211,7 @@ class PeerSource:
         self._concurrency = concurrency
         self._store_only_bytes = 0 if directory.site else store_only_bytes
         self._speeds: deque[tuple[str, float]] = deque(maxlen=2 * _MAX_SPEEDS)
-        """Peer, or empty for the store, and bytes/s of the last transfers."""
+        """Peer of another machine, or empty for the store, and bytes/s of the last transfers."""
         self._buffers = Buffers()
         self._indexes: tuple[BlobIndex, ...] = ()
         self._excluded: dict[str, float] = {}
@@ -267,9 +267,8 @@ class PeerSource:
             peers = await self._directory.peers()
         except BusUnavailable as error:
             log.warning("peer_directory_unavailable", error=str(error))
-            if self._directory.site:  # its link may be cut, while its workers reach each other
-                return
-            peers = []
+            # The link of a site may be cut, while its workers reach each other.
+            peers = list(pull.peers.values()) if self._directory.site else []
         ours = {index.id for index in self._indexes}
         pull.peers = {peer.name: peer for peer in peers if peer.holds.keys() & ours}
         held = {peer.name: blobs_in(self._indexes, peer.holds) for peer in pull.peers.values()}
@@ -320,13 +319,14 @@ class PeerSource:
 
     def _is_elsewhere(self, peer: Peer, blob: ChunkRef, took_s: float) -> bool:
         """Return True if a peer of this site is so much slower than another, or than the store, that its label lies."""
-        self._speeds.append((peer.name, blob.n_bytes / max(took_s, 1e-6)))
+        if peer.host != self._directory.host:  # within a machine, transfers are faster than any network
+            self._speeds.append((peer.name, blob.n_bytes / max(took_s, 1e-6)))
         if not peer.site or took_s < _ELSEWHERE_S:
             return False
         speeds = defaultdict[str, list[float]](list)
         for source, speed in self._speeds:
             speeds[source].append(speed)
-        return blob.n_bytes / took_s < _SLOW * max(map(statistics.median, speeds.values()))
+        return blob.n_bytes / took_s < _SLOW * max(map(statistics.median, speeds.values()), default=0.0)
 
     async def _receive(self, peer: Peer, download: Download) -> None:
         keep = partial(self._cache.store, download.blob, download.data)
@@ -377,14 +377,14 @@ class PeerSource:
 
     async def _from_store(self, pull: _Pull, fetch: FromStore) -> None:
         blob = pull.blobs[fetch.digest]
-        if fetch.claim and not await self._acquire_claim(fetch.digest):
-            pull.selection.on_claim_refused(fetch, time.monotonic())
+        if fetch.claim and not await self._acquire_claim(pull.selection, fetch):
             return
         log.debug("blob_from_store", blob=fetch.digest, claimed=fetch.claim)
+        downloads: list[Download] = []
         # Without a claim of its own: another peer may have one.
-        async with self._renewing_claim(fetch.digest) if fetch.claim else contextlib.nullcontext():
+        async with self._renewing_claim(fetch.digest, downloads) if fetch.claim else contextlib.nullcontext():
             began = time.monotonic()
-            error = await self._store.fetch_one(blob, pull.traffic)
+            error = await self._store.fetch_one(blob, pull.traffic, downloads.append)
             if error is None:
                 self._speeds.append(("", blob.n_bytes / max(time.monotonic() - began, 1e-6)))
             await self._ignoring_outage(self._publish())  # before the claim expires
@@ -393,21 +393,36 @@ class PeerSource:
         pull.selection.on_settled(fetch)
         await pull.on_settled(blob, error)
 
-    async def _acquire_claim(self, digest: str) -> bool:
+    async def _acquire_claim(self, selection: PeerSelection, fetch: FromStore) -> bool:
+        is_of_site = bool(self._directory.site)
         try:
-            return await self._directory.claim(digest)
+            if await self._directory.claim(fetch.digest):
+                return True
+            # A second copy would slow down the link of a site, on which the first is under way.
+            selection.on_claim_refused(fetch, time.monotonic(), is_waited_for=is_of_site)
         except BusUnavailable:
+            if not is_of_site:
+                return True
             # Where the link of a site is cut, another of its workers may be fetching the blob.
-            return not self._directory.site
+            selection.on_claim_refused(fetch, time.monotonic())
+        return False
 
     @asynccontextmanager
-    async def _renewing_claim(self, digest: str) -> AsyncIterator[None]:
-        """Renew the claim during the transfer. It expires after it, when the others have refreshed their view."""
+    async def _renewing_claim(self, digest: str, downloads: Sequence[Download]) -> AsyncIterator[None]:
+        """Renew the claim during the transfer, unless no byte comes for `MAX_IDLE_S`.
+
+        It expires after the transfer, when the others have refreshed their view.
+        """
 
         async def keep() -> None:
+            n_received, since = 0, time.monotonic()
             while True:
                 await asyncio.sleep(CLAIM_S / 3)
-                await self._ignoring_outage(self._directory.renew_claim(digest))
+                n_before, n_received = n_received, sum(download.n_received for download in downloads)
+                if n_received > n_before:
+                    since = time.monotonic()
+                if time.monotonic() - since < rules.MAX_IDLE_S:
+                    await self._ignoring_outage(self._directory.renew_claim(digest))
 
         keeping = asyncio.create_task(keep(), name="peers-claim")
         try:

@@ -404,13 +404,12 @@ async def test_job_with_a_deadline_that_cannot_work_is_refused(
     await system.http.aclose()
 
 
-@pytest.mark.parametrize("seeding", ["off", 30.0])
-async def test_deadline_of_a_job_whose_steps_are_not_measured_is_refused(seeding: str | float) -> None:
+async def test_deadline_of_a_policy_is_checked_as_that_of_its_job() -> None:
     system = System(pools=[POOL])
     assert await system.manager.try_lead()
-    elastic = {"finish_by": "2100-01-01T00:00:00Z", "seeding": seeding}
-    answer = await system.http.post("/jobs", json=job_file(elastic=elastic))
-    assert (answer.status_code, "elastic.seeding: auto" in answer.text) == (422, True)
+    policies = {"verifier": {"model": "v", "elastic": {"finish_by": "2020-01-01T00:00:00Z"}}}
+    answer = await system.http.post("/jobs", json=job_file(agent={"function": "m:f"}, policies=policies))
+    assert (answer.status_code, "is over: give a later time" in answer.text) == (422, True)
     await system.http.aclose()
 
 

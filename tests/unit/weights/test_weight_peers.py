@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from rlboost.services.rollout_worker.adapters.machine import listen_address, peer_url
 from rlboost.shared.errors import NotFound
@@ -21,7 +23,8 @@ from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import WEIGHT_PEERS, weight_claim, weight_peer
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
-from rlboost.shared.weights.peers.directory import CLAIM_S, PeerDirectory
+from rlboost.shared.weights.peers import directory, selection, source
+from rlboost.shared.weights.peers.directory import CLAIM_S, Peer, PeerDirectory
 from rlboost.shared.weights.peers.selection import (
     ALL,
     MAX_FROM_STORE,
@@ -38,7 +41,10 @@ from rlboost.shared.weights.peers.selection import (
 )
 from rlboost.shared.weights.peers.source import PeerSource
 from rlboost.shared.weights.puller import Traffic
+from rlboost.shared.weights.transfer import Buffers, Download
+from tests.support.eventually import LIMIT_S
 
+Watch = Callable[[Download], None]
 DIGESTS = [digest_of(bytes([number])) for number in range(20)]
 
 
@@ -158,8 +164,73 @@ def test_puller_idle_for_too_long_fetches_without_a_claim() -> None:
 class StoreWithout:
     """A weight store that has no blob."""
 
-    async def fetch_one(self, blob: ChunkRef, traffic: Traffic) -> Exception | None:
+    async def fetch_one(self, blob: ChunkRef, traffic: Traffic, watch: Watch) -> Exception | None:
         return NotFound(f"no {blob.digest}")
+
+
+async def fetched(directory: PeerDirectory, blob: ChunkRef, folder: Path, store: StoreWithout) -> None:
+    """Fetch a blob that no peer has."""
+
+    async def on_settled(blob: ChunkRef, error: Exception | None) -> None:
+        assert str(error) == f"no {blob.digest}"
+
+    with closing(Cache(folder)) as cache:
+        transport = cast("Any", None)
+        source = PeerSource(directory, transport, cast("Any", store), cache, concurrency=1, store_only_bytes=0)
+        await source.fetch([blob], Traffic(), on_settled)
+
+
+class ContestedDirectory(PeerDirectory):
+    """Another worker of the site fetches the blob for longer than a puller waits idly, and then gives up."""
+
+    n_refused = 0
+
+    async def claim(self, digest: str) -> bool:
+        if is_ours := await super().claim(digest):
+            return is_ours
+        self.n_refused += 1
+        if self.n_refused == 4:
+            await self.release_claim(digest)
+        return False
+
+
+async def test_worker_of_a_site_waits_while_another_fetches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Copies of those that had waited for long enough would make a slow link slower for all."""
+    monkeypatch.setattr(selection, "MAX_IDLE_S", 0.01)
+    monkeypatch.setattr(selection, "CLAIM_S", 0.01)
+    bus, blob = MemoryBus(), ChunkRef(digest_of(b"x"), 1)
+    assert await PeerDirectory(bus, "another", "there", "far").claim(blob.digest)
+    directory = ContestedDirectory(bus, "us", "here", "far")
+    with capture_logs() as logs:
+        await fetched(directory, blob, tmp_path, StoreWithout())
+    assert [line["claimed"] for line in logs if line["event"] == "blob_from_store"] == [True]
+
+
+async def test_claim_ends_while_no_byte_of_the_blob_comes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(selection, "MAX_IDLE_S", 0.2)
+    monkeypatch.setattr(directory, "CLAIM_S", 0.2)
+    monkeypatch.setattr(source, "CLAIM_S", 0.2)
+    bus, blob = MemoryBus(), ChunkRef(digest_of(b"x"), 1)
+    another = PeerDirectory(bus, "another", "there", "far")
+
+    class Stalled(StoreWithout):
+        async def fetch_one(self, blob: ChunkRef, traffic: Traffic, watch: Watch) -> Exception | None:
+            watch(Download(blob, Buffers()))
+            while not await another.claim(blob.digest):  # noqa: ASYNC110 - a lease ends without an event
+                await asyncio.sleep(0.05)
+            return await super().fetch_one(blob, traffic, watch)
+
+    async with asyncio.timeout(LIMIT_S):
+        await fetched(PeerDirectory(bus, "us", "here", "far"), blob, tmp_path, Stalled())
+
+
+def test_speed_of_a_transfer_within_a_machine_says_nothing_about_the_site(tmp_path: Path) -> None:
+    me, blob = PeerDirectory(MemoryBus(), "me", "here", "far"), ChunkRef(digest_of(b"x"), 4 << 20)
+    same, other = (Peer(name=host, url="http://10.0.0.2:8000", host=host, site="far") for host in ("here", "there"))
+    with closing(Cache(tmp_path)) as cache:
+        pulls = PeerSource(me, cast("Any", None), cast("Any", None), cache, concurrency=1)
+    assert not pulls._is_elsewhere(same, blob, 0.001)
+    assert not pulls._is_elsewhere(other, blob, 1.5), "a busy network of 1 Gb/s"
 
 
 async def test_claim_of_another_peer_outlives_a_fetch_without_a_claim(
