@@ -261,6 +261,30 @@ def test_frozen_tower_stays_as_it_is(folder: Path, vision: VisionConfig, tmp_pat
     assert dict(bits(resumed)) == after
 
 
+def test_step_without_images_is_an_update_of_the_tower_that_a_checkpoint_restores(
+    folder: Path, vision: VisionConfig, tmp_path: Path
+) -> None:
+    seeing = row_of(Shown(folder, vision, SHORT, picture("red")), [11, 1], tmp_path)
+    reading = SequenceRow(pack([2, 6, 8, 9], I32), pack([11, 9, 1], I32))
+    (checkpoint := tmp_path / "checkpoint").mkdir()
+    policy, resumed = policy_of(tmp_path), policy_of(tmp_path)
+
+    def train(one: TorchPolicy, row: SequenceRow) -> None:
+        (sampled,) = one.logprobs([[row]])
+        one.accumulate([[TrainingRow.of(replace(row, sampled=sampled), constant(1.0, row))]], PolicyLoss())
+        one.step(1e-2)
+
+    policy.load_hf(folder)
+    for row in (seeing, reading):
+        train(policy, row)
+    policy.snapshot()(checkpoint)
+    resumed.load_hf(folder)
+    resumed.load(checkpoint)
+    for one in (policy, resumed):
+        train(one, seeing)
+    assert dict(bits(resumed)) == dict(bits(policy))
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("settings", [{}, {"freeze_vision_tower": True, "activation_checkpointing": True}])
 def test_ranks_train_as_one_process_whichever_of_them_see_images(

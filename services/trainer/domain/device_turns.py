@@ -25,7 +25,7 @@ CHANGES_PER_TURN = 20.0
 LEAST_PATIENCE_S = 0.1
 """Least idle time after which a device is given up."""
 MAX_CREDIT_S = 60.0
-"""How much less than all others a job may have used: one that generated for hours does not get the device for hours."""
+"""How much less than the others a job may have used: one that generated for hours does not get the device for hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class Claim:
     """How long it held the device, divided by its weight."""
     waits_since: float = 0.0
     """Since when it waits for the device (Unix seconds); 0 while it does not."""
+    holds: bool = False
+    """Whether it has the device."""
     at: float = 0.0
     """When it was written (Unix seconds). All trainers of a device are on one machine."""
 
@@ -57,7 +59,8 @@ class Claim:
         try:
             stored = json.loads(text)
             numbers = (float(stored[name]) for name in ("weight", "used_s", "waits_since", "at"))
-            return cls(str(stored["trainer"]), *numbers)
+            weight, used_s, waits_since, at = numbers
+            return cls(str(stored["trainer"]), weight, used_s, waits_since, holds=stored["holds"] is True, at=at)
         except (ValueError, TypeError, KeyError) as error:
             raise Undecodable(f"{text[:100]!r} is no claim of a device: {error}") from error
 
@@ -74,17 +77,22 @@ def next_job(claims: Mapping[str, Claim]) -> str | None:
 
 
 def begin_waiting(mine: Claim, others: Mapping[str, Claim], now: float, *, is_new: bool) -> Claim:
-    """Return the claim of a job that begins to wait.
+    """Return the claim of a job that begins to wait, as if it had used the device like the others until now.
+
+    That is like the one with the least of those that wait for the device or have it; if none does, like the one with
+    the most: any that has used more waits until this one has, too.
 
     Args:
         mine: its claim so far.
         others: the living claims of the other jobs.
         now: the time (Unix seconds).
-        is_new: whether it has not waited before; then it starts like the one that has used the device least.
+        is_new: whether it has not waited before; then it has no credit.
 
     """
-    least = min((claim.used_s for claim in others.values()), default=0.0)
-    return replace(mine, used_s=max(mine.used_s, least - (0.0 if is_new else MAX_CREDIT_S)), waits_since=now, at=now)
+    active = [claim.used_s for claim in others.values() if claim.waits_since or claim.holds]
+    until_now_s = min(active) if active else max((claim.used_s for claim in others.values()), default=0.0)
+    credit_s = 0.0 if is_new else MAX_CREDIT_S
+    return replace(mine, used_s=max(mine.used_s, until_now_s - credit_s), waits_since=now, at=now)
 
 
 def patience_s(change_s: float) -> float:

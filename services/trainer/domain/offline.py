@@ -47,10 +47,13 @@ class OfflineStep:
     """Norm of the gradient before clipping."""
     learning_rate: float
     train_s: float
+    device_wait_s: float | None = None
+    """See `Durations`."""
 
     def metrics(self) -> dict[str, float]:
         """Return the step's row of the run log."""
         loss, n_tokens = self.sums["loss"] / self.sums["divisor"], float(sum(self.lengths))
+        step_s = self.train_s + (self.device_wait_s or 0.0)
         return {
             "loss": loss,
             **(pair_metrics(self.sums) or score_metrics(self.sums) or {"perplexity": perplexity(loss)}),
@@ -59,8 +62,9 @@ class OfflineStep:
             "tokens/trained": n_tokens,
             "completions/mean_length": n_tokens / len(self.lengths),
             "completions/max_length": float(max(self.lengths)),
-            "time/step_s": self.train_s,
+            "time/step_s": step_s,
             "time/train_s": self.train_s,
-            "perf/tokens_per_s": n_tokens / self.train_s if self.train_s else 0.0,
+            **({} if self.device_wait_s is None else {"time/device_wait_s": self.device_wait_s}),
+            "perf/tokens_per_s": n_tokens / step_s if step_s else 0.0,
             **routing_metrics(self.sums),
         }

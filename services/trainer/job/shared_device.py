@@ -1,9 +1,9 @@
 """A device that jobs of several trainers use in turns: one trains while samples of the others are generated.
 
-*Keep*, while a job runs. Consumes: the claims of the other jobs. Produces: renewals of the device's lease and of this
-job's claim each second; the device for a job that waits, as `domain.device_turns` decides, after the state of this job
-is offloaded. Ends when: the job does, or a call holds the device for too long while another job waits; then this
-process must end, because nothing else stops a call.
+*Keep*, while a job runs. Produces: renewals of the device's lease and of this job's claim each second.
+*Make way*, while a job runs. Consumes: the claims of the other jobs. Produces: the device for a job that waits, as
+`domain.device_turns` decides, after the state of this job is offloaded. Ends when: the job does, or a call holds the
+device for too long while another job waits; then this process must end, because nothing else stops a call.
 
 `compute` takes the lease before its call, unless this job holds it. The lease is fenced like all others: a trainer that
 was suspended for longer than its lease learns at its next renewal that another job has the device, offloads, and waits
@@ -41,7 +41,7 @@ LEASE_TTL_S = 10.0
 RENEWAL_INTERVAL_S = 1.0
 POLL_S = 0.05
 END_LIMIT_S = 30.0
-"""How long the end of a job waits for its last call, before the device counts as free."""
+"""How long the end of a job waits for its last call, and keeps the device."""
 
 
 class SharedDevice(DeviceThread):
@@ -76,6 +76,8 @@ class SharedDevice(DeviceThread):
         """Who has the device, for people."""
         self._changing = asyncio.Lock()
         """Held while the device is taken or given up."""
+        self._writing = asyncio.Lock()
+        """Held while the lease is renewed or released: a renewal after the release would take the device again."""
         self._n_calls = 0
         self._called_at = self._idle_since = self._counted_at = self._turn_began = self._renewed_at = 0.0
         self._turn_is_over = False
@@ -99,11 +101,16 @@ class SharedDevice(DeviceThread):
         share = 1.0 if isinstance(job.spec, OfflineJob) else job.spec.elastic.share
         self._claim = replace(self._claim, weight=share)
         async with asyncio.TaskGroup() as tasks:
-            keeping = tasks.create_task(self._keep(), name=f"keep-device-{job.id}")
+            keeping = [
+                tasks.create_task(self._keep(), name=f"keep-device-{job.id}"),
+                tasks.create_task(self._make_way_when_due(), name=f"make-way-{job.id}"),
+            ]
             try:
                 yield
             finally:
-                keeping.cancel()
+                for task in keeping:
+                    task.cancel()
+                await asyncio.wait(keeping)
                 await self._end()
 
     async def compute(self, call: Callable[[], T]) -> T:
@@ -148,12 +155,10 @@ class SharedDevice(DeviceThread):
                 "RLBOOST_TRAINER_SAMPLES_LIMIT_S"
             ) from error
         finally:
+            self._claim = replace(self._claim, waits_since=0.0)  # others do not wait for a job that has ended its wait
             self.waited_s += time.monotonic() - began
 
     async def _try_to_take(self) -> bool:
-        if (now := time.time()) - self._claim.at >= RENEWAL_INTERVAL_S:
-            self._claim = replace(self._claim, at=now)
-            await self._write_claim()
         holder = await self._bus.retry(lambda _: self._lease.holder())
         if holder is not None:
             self._holder = _shown(holder)
@@ -162,12 +167,15 @@ class SharedDevice(DeviceThread):
         if (first := device_turns.next_job(claims)) != self._job.id:
             self._holder = f"{first} is the next one"
             return False
-        value = self._value = json.dumps({"job": self._job.id, "trainer": self._claim.trainer, "since": now})
+        value = self._value = json.dumps({"job": self._job.id, "trainer": self._claim.trainer, "since": time.time()})
         if not await self._bus.retry(lambda _: self._lease.acquire(value)):
             return False
         self._turn_began = self._counted_at = self._idle_since = time.monotonic()
-        self._claim = replace(self._claim, waits_since=0.0)
+        waits_since = self._claim.waits_since
+        self._claim = replace(self._claim, waits_since=0.0, holds=True)
         await self._renew()
+        if not self._lease.is_held:
+            self._claim = replace(self._claim, waits_since=waits_since)
         return self._lease.is_held
 
     # --- keep ---
@@ -175,11 +183,19 @@ class SharedDevice(DeviceThread):
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            now = time.monotonic()
-            if self._lease.is_held and now - self._renewed_at >= RENEWAL_INTERVAL_S:
+            if time.monotonic() - self._renewed_at < RENEWAL_INTERVAL_S:
+                continue
+            if self._lease.is_held:
                 await self._renew()
+            elif not self._is_new:
+                await self._write_claim()  # what it has used counts for new jobs while it generates, too
+
+    async def _make_way_when_due(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
             if not self._lease.is_held:
                 continue
+            now = time.monotonic()
             idle_s = 0.0 if self._n_calls else now - self._idle_since
             held_s = now - self._turn_began
             is_idle = idle_s >= device_turns.patience_s(self._change_s)
@@ -191,11 +207,7 @@ class SharedDevice(DeviceThread):
         others = await self._others()
         waiting = device_turns.next_job(others)
         if waiting and self._n_calls and time.monotonic() - self._called_at > self._call_limit_s:
-            raise ProcessEnded(
-                f"a call held the device for more than {self._call_limit_s:.0f} s while {waiting} waited for it: look "
-                "for a loss function that hangs, lower trainer.micro_batch_tokens, or raise "
-                "RLBOOST_TRAINER_DEVICE_CALL_LIMIT_S"
-            )
+            raise self._too_long(waiting)
         self._count()
         if device_turns.gives_up(self._claim, others, idle_s=idle_s, held_s=held_s, change_s=self._change_s):
             self._turn_is_over = True
@@ -203,18 +215,28 @@ class SharedDevice(DeviceThread):
                 if self._turn_is_over and not self._n_calls:
                     await self._give_up()
 
+    def _too_long(self, waiting: str) -> ProcessEnded:
+        return ProcessEnded(
+            f"a call held the device for more than {self._call_limit_s:.0f} s while {waiting} waited for it: look "
+            "for a loss function that hangs, lower trainer.micro_batch_tokens, or raise "
+            "RLBOOST_TRAINER_DEVICE_CALL_LIMIT_S"
+        )
+
     async def _renew(self) -> None:
-        self._count()
-        self._claim = replace(self._claim, at=time.time())
-        written = HashSet(self._claims, {self._job.id: self._claim.to_json()})
-        try:
-            await self._bus.retry(lambda _: self._lease.renew(self._value, [written]))
-            self._renewed_at = time.monotonic()
-        except Fenced as error:
-            self._lease.invalidate()
-            self._turn_is_over = False
-            self.post(self._job.resources.engine.offload)
-            await self._job.emit_event("device_lost", reason=str(error))
+        async with self._writing:
+            if not self._lease.is_held:
+                return
+            self._count()
+            self._claim = replace(self._claim, at=time.time())
+            written = HashSet(self._claims, {self._job.id: self._claim.to_json()})
+            try:
+                await self._bus.retry(lambda _: self._lease.renew(self._value, [written]))
+                self._renewed_at = time.monotonic()
+            except Fenced as error:
+                self._lease.invalidate()
+                self._claim, self._turn_is_over = replace(self._claim, holds=False), False
+                self.post(self._job.resources.engine.offload)
+                await self._job.emit_event("device_lost", reason=str(error))
 
     def _count(self) -> None:
         """Add the time since the last call to what the job has used of the device."""
@@ -228,23 +250,46 @@ class SharedDevice(DeviceThread):
         self._turn_is_over = False
         if not self._lease.is_held:
             return
-        began = time.monotonic()
-        await self.run(self._job.resources.engine.offload)
-        self._change_s = 2 * (time.monotonic() - began)  # onloading moves as many bytes
+        try:
+            async with asyncio.timeout(self._call_limit_s):
+                # It may first wait for calls that compute nothing, such as the capture of a checkpoint.
+                self._change_s = 2 * await self.run(self._offload)  # onloading moves as many bytes
+        except TimeoutError as error:
+            raise self._too_long("another job") from error
         self._count()
+        self._claim = replace(self._claim, holds=False)
         await self._write_claim()
-        with suppress(Fenced):  # then another job has it already
-            await self._bus.retry(lambda _: self._lease.release())
+        async with self._writing:
+            with suppress(Fenced):  # then another job has it already
+                await self._bus.retry(lambda _: self._lease.release())
+
+    def _offload(self) -> float:
+        """Offload the engine; return how long it took."""
+        began = time.monotonic()
+        self._job.resources.engine.offload()
+        return time.monotonic() - began
 
     async def _end(self) -> None:
-        """Free the device once the last call has ended. One that does not end keeps it until the lease expires."""
+        """Free the device once the last call has ended; keep it until then.
+
+        Raises:
+            ProcessEnded: it does not end, although the job was cancelled.
+
+        """
         await self._bus.transact([HashDelete(self._claims, (self._job.id,))])
         if not self._lease.is_held:
             return
         last = asyncio.wrap_future(self.post(lambda: None))
-        if (await asyncio.wait([last], timeout=END_LIMIT_S))[0]:
-            with suppress(Fenced):
-                await self._bus.retry(lambda _: self._lease.release())
+        until = time.monotonic() + END_LIMIT_S
+        with suppress(Fenced):  # another job has it already
+            while not (await asyncio.wait([last], timeout=RENEWAL_INTERVAL_S))[0]:
+                if time.monotonic() < until:
+                    await self._bus.retry(lambda _: self._lease.renew(self._value))
+                elif self._job.cancelled.is_set():
+                    raise ProcessEnded(f"the last call of the cancelled job took more than {END_LIMIT_S:.0f} s")
+                else:
+                    return
+            await self._bus.retry(lambda _: self._lease.release())
 
     # --- claims ---
 
@@ -259,6 +304,7 @@ class SharedDevice(DeviceThread):
         return device_turns.live(claims, time.time())
 
     async def _write_claim(self) -> None:
+        self._claim, self._renewed_at = replace(self._claim, at=time.time()), time.monotonic()
         await self._bus.transact([HashSet(self._claims, {self._job.id: self._claim.to_json()})])
 
 

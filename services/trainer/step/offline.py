@@ -38,7 +38,8 @@ async def train_step(job: Job, spec: OfflineJob, step: int) -> dict[str, float]:
         Fatal: a loss or the gradients are not finite; the weights are unchanged.
 
     """
-    began, device, resources = time.monotonic(), job.device, job.resources
+    device, resources = job.device, job.resources
+    began, waited_s = time.monotonic(), device.waited_s
     data, engine, numbers = resources.data.train, resources.engine, dict[str, float]()
     indices = plan.prompt_indices(spec.trainer.seed, step, spec.data.prompts_per_step, len(data))
     examples = [data[i] for i in indices]
@@ -57,7 +58,9 @@ async def train_step(job: Job, spec: OfflineJob, step: int) -> dict[str, float]:
             f"step {step + 1}: {error}. Look for bad data among the {len(rows)} rows in {path}, or lower optimizer.lr"
         ) from error
     lengths = [length(completion, I32) for example in examples for completion in example.completions]
-    return OfflineStep(numbers, lengths, norm, rate, train_s=time.monotonic() - began).metrics()
+    waited_s = device.waited_s - waited_s
+    train_s, wait_s = time.monotonic() - began - waited_s, waited_s if device.is_shared else None
+    return OfflineStep(numbers, lengths, norm, rate, train_s=train_s, device_wait_s=wait_s).metrics()
 
 
 async def evaluate(job: Job, spec: OfflineJob) -> dict[str, float]:

@@ -65,10 +65,16 @@ def test_turn_with_work_left_ends_for_a_job_that_has_used_less() -> None:
     assert gives_up(mine, {"a": waiting(4.0)}, idle_s=0.0, held_s=turn_s(2.0), change_s=2.0)
 
 
-def test_new_job_starts_like_the_one_that_has_used_least() -> None:
-    others = {"a": waiting(500.0), "b": Claim("t", used_s=300.0)}
+def test_new_job_starts_like_the_one_with_the_least_of_those_that_use_the_device() -> None:
+    others = {"a": waiting(500.0), "b": Claim("t", used_s=300.0, holds=True), "c": Claim("t", used_s=10.0)}
     assert begin_waiting(Claim("t"), others, NOW, is_new=True).used_s == 300.0
     assert begin_waiting(Claim("t"), {}, NOW, is_new=True).used_s == 0.0
+
+
+def test_job_that_comes_while_all_others_generate_does_not_make_them_wait_for_hours() -> None:
+    others = {"a": Claim("t", used_s=18_000.0), "b": Claim("t", used_s=100.0)}
+    assert begin_waiting(Claim("t"), others, NOW, is_new=True).used_s == 18_000.0
+    assert begin_waiting(Claim("t", used_s=200.0), others, NOW, is_new=False).used_s == 18_000.0 - MAX_CREDIT_S
 
 
 def test_job_that_generated_for_long_gets_limited_credit() -> None:
@@ -106,5 +112,5 @@ def test_text_that_is_no_claim_is_refused(text: str) -> None:
 
 
 def test_claim_survives_its_text() -> None:
-    claim = Claim("trainer-1", 2.0, 3.5, NOW, NOW + 1)
+    claim = Claim("trainer-1", 2.0, 3.5, NOW, holds=True, at=NOW + 1)
     assert Claim.parse(claim.to_json()) == claim

@@ -6,11 +6,15 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlboost.services.trainer.domain import device_turns
+from rlboost.services.trainer.domain.device_turns import Claim
+from rlboost.services.trainer.job import shared_device
 from rlboost.services.trainer.job.job import DeviceThread, Job, RetryingBus
 from rlboost.services.trainer.job.shared_device import SharedDevice
 from rlboost.shared.errors import Fatal, ProcessEnded, leaves
@@ -19,6 +23,7 @@ from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START
 from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.streams.fenced_lease import FencedLease
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import Rig
 
@@ -216,6 +221,103 @@ async def test_call_that_does_not_end_ends_the_trainer_if_another_waits(two: Two
         await waiting
     assert [type(error) for error in failures] == [ProcessEnded]
     assert "while b waited for it: look for a loss function that hangs" in str(failures[0])
+
+
+async def test_claim_is_renewed_while_the_job_generates(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has used then counts for new jobs, too."""
+    monkeypatch.setattr(shared_device, "RENEWAL_INTERVAL_S", 0.05)
+    async with two.job("a") as a, two.job("b") as b:
+        await two.compute(a)
+        await two.compute(b)
+        before = Claim.parse(two.claims()["a"])
+        await eventually(lambda: Claim.parse(two.claims()["a"]).at > before.at)
+        after = Claim.parse(two.claims()["a"])
+        assert (after.used_s, after.waits_since, after.holds) == (before.used_s, 0.0, False)
+        assert Claim.parse(two.claims()["b"]).holds
+
+
+async def test_lease_is_renewed_while_the_device_is_given_up(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The offloading takes long, or waits for the capture of a checkpoint: until then the device is not free."""
+    monkeypatch.setattr(shared_device, "RENEWAL_INTERVAL_S", 0.05)
+    async with two.job("a") as a, two.job("b") as b:
+        go_on, begun = threading.Event(), threading.Event()
+        a.resources.engine.offload = partial(wait, begun, go_on)  # type: ignore[method-assign]
+        await two.compute(a)
+        waiting = asyncio.create_task(two.compute(b))
+        await eventually(begun.is_set)
+        before = Claim.parse(two.claims()["a"]).at
+        await eventually(lambda: Claim.parse(two.claims()["a"]).at > before)
+        go_on.set()
+        await waiting
+        assert await two.events("a") == []
+
+
+async def test_device_is_kept_until_the_last_call_of_an_ended_job(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_device, "RENEWAL_INTERVAL_S", 0.05)
+    go_on, begun, renewals = threading.Event(), threading.Event(), 0
+    renew = FencedLease.renew
+
+    async def counted(lease: FencedLease, *args: Any) -> None:
+        nonlocal renewals
+        renewals += 1
+        await renew(lease, *args)
+
+    async with two.job("b") as b:
+        running = asyncio.create_task(hold(two, begun, go_on))
+        await eventually(begun.is_set)
+        running.cancel()
+        await eventually(lambda: "a" not in two.claims())
+        monkeypatch.setattr(FencedLease, "renew", counted)
+        waiting = asyncio.create_task(two.compute(b))
+        await eventually(lambda: renewals > 1)
+        assert not two.calls
+        go_on.set()
+        await asyncio.wait([running])
+        await waiting
+    assert two.calls == ["b"]
+
+
+async def test_call_that_outlasts_its_cancelled_job_ends_the_trainer(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_device, "RENEWAL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(shared_device, "END_LIMIT_S", 0.1)
+    go_on, begun = threading.Event(), threading.Event()
+    running = asyncio.create_task(hold(two, begun, go_on, is_cancelled=True))
+    await eventually(begun.is_set)
+    running.cancel()
+    with pytest.raises(ExceptionGroup) as ended:
+        await running
+    go_on.set()
+    assert [type(error) for error in leaves(ended.value)] == [ProcessEnded]
+
+
+def wait(begun: threading.Event, go_on: threading.Event) -> None:
+    """Compute until `go_on`."""
+    begun.set()
+    go_on.wait(30)
+
+
+async def hold(two: Two, begun: threading.Event, go_on: threading.Event, *, is_cancelled: bool = False) -> None:
+    """Run a call of a job until `go_on`."""
+    async with two.job("a") as a:
+        if is_cancelled:
+            a.cancelled.set()
+        await a.device.compute(partial(wait, begun, go_on))
+
+
+async def test_hanging_call_before_the_offload_ends_the_trainer(two: Two) -> None:
+    """It needs no turn, such as the capture of a checkpoint on a disk that hangs."""
+    go_on = threading.Event()
+
+    async def hang() -> None:
+        async with two.job("a", call_limit_s=0.2) as a, two.job("b") as b:
+            await two.compute(a)
+            a.device.post(lambda: go_on.wait(30))
+            threading.Timer(1.0, go_on.set).start()  # the end of the job waits for it
+            await two.compute(b)
+
+    with pytest.raises(ExceptionGroup) as ended:
+        await hang()
+    assert [type(error) for error in leaves(ended.value)] == [ProcessEnded]
 
 
 async def test_long_call_may_continue_while_no_other_job_waits(two: Two) -> None:

@@ -352,3 +352,13 @@ def test_the_run_log_has_loss_and_perplexity_a_token() -> None:
         "time/train_s": 2.0,
         "perf/tokens_per_s": 6.0,
     }
+    shared = replace(step, device_wait_s=1.0).metrics()
+    times = {"time/step_s": 3.0, "time/train_s": 2.0, "time/device_wait_s": 1.0, "perf/tokens_per_s": 4.0}
+    assert shared == step.metrics() | times
+
+
+async def test_step_on_a_shared_device_tells_how_long_it_waited(tmp_path: Path) -> None:
+    rig = OfflineRig(tmp_path, sft())
+    rig.shared_device = "gpu"
+    await run(rig)
+    assert [rig.folder.rows[step]["time/device_wait_s"] for step in range(1, STEPS)] == [0.0] * (STEPS - 1)

@@ -517,14 +517,7 @@ class FsdpRank(RankEngine):
             with_scores(module)
             forward = ScorePass(module, dtype=self._dtype, device=device, context=context)
         else:
-            forward = LogprobPass(
-                module,
-                self._settings,
-                device=device,
-                context=context,
-                balances=balances,
-                is_sharded=self._mesh is not None,
-            )
+            forward = LogprobPass(module, self._settings, device=device, context=context, balances=balances)
         return FsdpForwardBackward(forward, self._mesh, self._context, self._balancing)
 
     @property

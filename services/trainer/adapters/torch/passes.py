@@ -140,7 +140,6 @@ class LogprobPass:
         device: torch.device,
         context: ContextGroup | None = None,
         balances: bool = False,
-        is_sharded: bool = False,
     ) -> None:
         """Replace the model's `forward`, which FSDP2 surrounds with hooks, and register hooks on routers of experts.
 
@@ -150,7 +149,6 @@ class LogprobPass:
             device: the model's device.
             context: the ranks that divide the tokens of each micro-batch, if any.
             balances: whether `balance` gets gradients.
-            is_sharded: whether other ranks have a part of each layer, so that all compute each layer in each pass.
 
         Raises:
             ConfigError: experts are replayed or balanced, and the model has no known routers.
@@ -168,8 +166,7 @@ class LogprobPass:
         self._entropies = settings.entropies
         self._replayed = settings.replayed
         self._vision = vision_of(model.config.to_dict())
-        self._images = Path(settings.images)
-        self._always_sees = is_sharded and bool(settings.images)
+        self._images = Path(settings.images) if settings.images else None
         self._routers = Routers(model, required=balances or self._replayed is not None)
         self.balance: Balance | None = None
         """Balance of experts over this rank's tokens in the last pass; None if the model is dense, or gradients were
@@ -185,7 +182,7 @@ class LogprobPass:
             shard = context.slice_of(len(batch.ids))
         ids, positions = (torch.from_numpy(array).to(self._device) for array in (batch.ids, batch.predicts))
         targets, inputs = ids[positions + 1], model_inputs(batch, ids, packs=self._packs, context=context)
-        if self._always_sees or any(row.images for row in rows):
+        if self._images is not None or any(row.images for row in rows):
             inputs |= self._visual(rows, batch)
         n_real = min(shard.stop, sum(row.n_tokens for row in rows)) - shard.start
         self._routers.begin(n_real if torch.is_grad_enabled() else None, self._replay(rows, batch, shard))
@@ -212,10 +209,12 @@ class LogprobPass:
     def _visual(self, rows: Sequence[SequenceRow], batch: Packed) -> dict[str, Any]:
         """Return what a pass over rows with images needs in place of their positions.
 
-        An image is computed once. Without any, it is a black one of a token that is not shown.
+        An image is computed once. Without any, it is a black one of a token that is not shown: all ranks that share
+        layers compute each in each pass, and each update of the tower counts, as checkpoints assume.
         """
         vision = self._vision
         assert vision is not None
+        assert self._images is not None
         digests = list(dict.fromkeys(digest for row in rows for digest in row.images))
         pixels = [decode((self._images / digest).read_bytes(), vision) for digest in digests]
         found = [patches(one, vision) for one in pixels or [np.zeros((vision.factor, vision.factor, 3), np.uint8)]]
