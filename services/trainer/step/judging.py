@@ -307,6 +307,8 @@ class Teacher:
                     problem = f"{self._serving} cannot score a completion: {answer.reason}"
                 elif answer.tokens != row.completion:
                     problem = f"a worker of {self._serving} has scored another completion"
+                elif length(answer.logprobs) != length(answer.tokens):
+                    problem = f"a worker of {self._serving} has not scored each token of a completion"
                 else:
                     found[row.prompt, row.completion] = answer.logprobs
         return found, problem
