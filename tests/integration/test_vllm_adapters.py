@@ -67,7 +67,7 @@ async def test_logprobs_of_each_request_are_those_of_its_merged_model(shared: Sh
 
 async def test_given_completions_are_scored_by_the_model_of_their_job_next_to_others(shared: Shared) -> None:
     given = [5 * i % tiny_models.VOCABULARY for i in range(30)]
-    forced = {"forced": pack(given, I32), "max_tokens": len(given)}
+    forced: dict[str, Any] = {"forced": pack(given, I32), "max_tokens": len(given)}
     asked = [replace(request(i, prompt=LONG[:20], **forced), job_id=job) for i, job in enumerate(["", *JOBS, "a", ""])]
     asked += [replace(one, sample=10 + one.sample) for one in requests(SLOTS)]
     for one, made in zip(asked, await run(shared.engine, asked), strict=True):
