@@ -266,7 +266,7 @@ def _load_data(spec: JobSpec) -> DataFindings:
     data = load_data(spec, Path(spec.model).expanduser())
     if not isinstance(spec, OfflineJob):
         plan.check(spec, data.n_evaluation)
-    if spec.served_teacher and (teacher := Path(spec.teacher_model).expanduser()).is_dir():
+    if spec.teacher is not None and (teacher := Path(spec.teacher_model).expanduser()).is_dir():
         check_teacher(spec, data, teacher)
     notices = []
     if ignored := ", ".join(sorted(data.ignored_keys)):

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from rlboost.shared.errors import Corrupt, UnsuitableWeights  # noqa: E402 - only where torch is
 from rlboost.shared.weights.cached_version import CachedVersion  # noqa: E402
+from rlboost.shared.wire import I32, pack  # noqa: E402
 from tests.support import tiny_models, vllm_engines  # noqa: E402
 from tests.support.adapter_versions import (  # noqa: E402
     JOBS,
@@ -62,6 +63,16 @@ async def test_logprobs_of_each_request_are_those_of_its_merged_model(shared: Sh
     for one, made in zip(asked, await run(shared.engine, asked), strict=True):
         shared.assert_logprobs(one, made)
         assert set(made.versions) == {1 if one.job_id else 0}
+
+
+async def test_given_completions_are_scored_by_the_model_of_their_job_next_to_others(shared: Shared) -> None:
+    given = [5 * i % tiny_models.VOCABULARY for i in range(30)]
+    forced: dict[str, Any] = {"forced": pack(given, I32), "max_tokens": len(given)}
+    asked = [replace(request(i, prompt=LONG[:20], **forced), job_id=job) for i, job in enumerate(["", *JOBS, "a", ""])]
+    asked += [replace(one, sample=10 + one.sample) for one in requests(SLOTS)]
+    for one, made in zip(asked, await run(shared.engine, asked), strict=True):
+        shared.assert_logprobs(one, made)
+        assert not one.sampling.forced or made.tokens == given
 
 
 async def test_jobs_share_no_prefix(shared: Shared) -> None:

@@ -168,9 +168,11 @@ class DecodeMeter:
 
         """
         tokens: Counter[int] = Counter()
-        version = self._version
+        version, scored = self._version, False
         for emission in emissions:
-            if not emission.is_forced:
+            if emission.is_forced:
+                scored = True
+            else:
                 tokens[emission.sample] += len(emission.tokens)
             version = max(version, emission.version)
         total = tokens.total()
@@ -180,8 +182,8 @@ class DecodeMeter:
                 decoded = max(1, total - accepted)
                 steps = decoded / running
             self.add(now - self._since, steps, decoded)
-        if not running:
-            self._since = None
+        if not running or (scored and not total):
+            self._since = None  # given tokens alone took the time
         elif total:
             self._since = now
         self._version = version

@@ -51,7 +51,8 @@ _SLOT_DTYPE = np.dtype(
 NO_TOKEN = -1
 """Stands for no token."""
 FORCED_TOKENS = 256
-"""Maximum given tokens that are scored in one pass, which has logits and probabilities of each: bounds its memory."""
+"""Maximum given tokens that are scored in one pass, which has logits and probabilities of each: bounds its memory. At
+least one of each slot is."""
 
 
 _MISMATCH = "its tokens so far do not match its grammar"
@@ -233,7 +234,7 @@ class RequestTable:
         slots = [slot for slot, request in enumerate(self.requests) if request.sampling.forced]
         if not slots or self.is_batch_invariant:
             return None
-        each, room, offsets = max(1, FORCED_TOKENS // len(slots)), self.room, self.offsets
+        each, room, offsets = max(0, FORCED_TOKENS // len(slots) - 1), self.room, self.offsets
         drafts: list[list[int]] = [[] for _ in range(self.n)]
         for slot in slots:
             given, start = unpack(self.requests[slot].sampling.forced, I32), int(offsets[slot])

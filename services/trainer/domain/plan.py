@@ -87,7 +87,7 @@ def check(spec: GeneratingJob, n_eval: Sequence[int]) -> None:
         raise ConfigError(
             f"{'reward.judge.retries' if spec.judges else TEACHER}: {who} may be asked {asked.n_numbers} times a step, "
             f"more than {MAX_GROUPS_PER_STEP}: lower {'it, or ' if spec.judges else ''}data.prompts_per_step, "
-            "algorithm.group_size, algorithm.resample, agent.max_turns or eval.samples"
+            f"algorithm.group_size, algorithm.resample{', eval.samples' if spec.judges else ''} or agent.max_turns"
         )
     step_ids, section = turn_ids(spec, n_eval), "environment" if spec.agent is None else "agent"
     for ids in step_ids:
@@ -193,7 +193,7 @@ def _with_replacements(ids: TurnIds, spec: GeneratingJob) -> TurnIds:
 class OtherModelIds:
     """The ids of what judges and teacher of a job are asked: each a group of one sample of the serving job.
 
-    The teacher counts as the last judge, and the rows of a sample as tries.
+    The teacher counts as the last judge, and the rows of a sample as tries. It scores no evaluation.
     """
 
     n_judges: int
@@ -207,7 +207,7 @@ class OtherModelIds:
     @classmethod
     def of(cls, spec: GeneratingJob, n_eval: Sequence[int]) -> OtherModelIds:
         """Return the ids of a job; `n_eval` is the number of prompts of each held-out set."""
-        sizes = [] if spec.eval is None else [n for _, _, n in _evaluated(spec, n_eval)]
+        sizes = [n for _, _, n in _evaluated(spec, n_eval)] if spec.eval is not None and spec.judges else []
         n_groups = len(sizes)
         if isinstance(spec, RlJob):
             sizes.append(spec.algorithm.group_size)
@@ -216,7 +216,7 @@ class OtherModelIds:
         if spec.served_teacher:
             turns = turn_ids(spec, n_eval).training
             tries.append(1 if spec.agent is None or turns is None else turns.max_turns)  # at most one row for each
-        return cls(len(tries), max(tries, default=0), max(sizes), n_groups)
+        return cls(len(tries), max(tries, default=0), max(sizes, default=0), n_groups)
 
     @property
     def n_numbers(self) -> int:

@@ -33,7 +33,7 @@ from rlboost.shared.job.reward import JudgeSpec, question
 from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, Sampling
 from rlboost.shared.messages.codec import Span
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, Append, Bus, Entry, Op, Trim
+from rlboost.shared.streams.bus import START, Append, Bus, Entry, Op, ReadSize, Trim
 from rlboost.shared.wire import length
 
 log = structlog.get_logger(__name__)
@@ -108,6 +108,7 @@ class Questions:
         self._job = job
         self.serving = serving
         self._cursors = {names.rollouts_finished(job_id): START for job_id in serving}
+        self._size = ReadSize(_MAX_ENTRIES)
         self._read: dict[str, deque[tuple[str, int]]] = {stream: deque() for stream in self._cursors}
         """Stream -> (entry, its step) of what was read and is not trimmed."""
         self._answers: dict[int, _Answer] = {}
@@ -188,7 +189,9 @@ class Questions:
                 return
 
     async def _entries(self, bus: Bus) -> list[Entry]:
-        return await bus.read(self._cursors, count=_MAX_ENTRIES, block_s=_BLOCK_S)
+        entries = await bus.read(self._cursors, count=self._size.count, block_s=_BLOCK_S)
+        self._size.update(entries)
+        return entries
 
     def _take(self, entry: Entry) -> None:
         self._cursors[entry.stream] = entry.id
@@ -307,6 +310,8 @@ class Teacher:
                     problem = f"{self._serving} cannot score a completion: {answer.reason}"
                 elif answer.tokens != row.completion:
                     problem = f"a worker of {self._serving} has scored another completion"
+                elif length(answer.logprobs) != length(answer.tokens):
+                    problem = f"a worker of {self._serving} has not scored each token of a completion"
                 else:
                     found[row.prompt, row.completion] = answer.logprobs
         return found, problem

@@ -133,6 +133,15 @@ def test_a_prompt_that_does_not_fit_the_models_positions_is_named(folder: Path) 
     assert problem == trainers_words(lambda: load_data(parse(job()), Path("base")))
 
 
+@pytest.mark.parametrize("changes", [{}, {"models": {"big": {"model": "big"}}}], ids=["on the trainer", "on workers"])
+def test_a_teacher_with_too_few_positions_is_named(folder: Path, changes: dict[str, Any]) -> None:
+    shutil.copytree(folder / "base", folder / "big")
+    config = folder / "big" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 8}))
+    [problem] = check(algorithm={"name": "distill", "teacher": {"model": "big"}}, reward=None, **changes)
+    assert problem.startswith("algorithm.teacher.model: big has 8 positions, fewer than the ")
+
+
 def test_held_out_rows_that_the_job_does_not_read_are_noted() -> None:
     data = {"train": "train.jsonl", "eval": "train.jsonl", "prompts_per_step": 1}
     found = jobcheck.check_job(job(data=data))

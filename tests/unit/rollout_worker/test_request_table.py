@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rlboost.services.rollout_worker.domain.request_table import NO_TOKEN, RequestTable, SlotMoves
+from rlboost.services.rollout_worker.domain.request_table import FORCED_TOKENS, NO_TOKEN, RequestTable, SlotMoves
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
+from rlboost.shared.wire import I32, pack
 from tests.support.engines import request
 
 SLOTS = 5
@@ -193,3 +195,14 @@ def test_release_after_a_failed_load_reports_a_version_that_a_frame_can_hold() -
     rows.release([(1, 1)])
     last = rows.take_emissions()[-1]
     assert (last.sample, last.finish, last.version) == (1, FINISH_RELEASED, 0)
+
+
+@pytest.mark.parametrize("n", [1, 3, 100, 300])
+def test_a_pass_scores_no_more_given_tokens_than_its_limit_or_one_of_each_slot(n: int) -> None:
+    table = RequestTable(n, 400, vocabulary=10, options={"forced"})
+    given = [3] * 390
+    table.submit([request(i, prompt=[1], max_tokens=len(given), forced=pack(given, I32)) for i in range(n)])
+    table.admit(1 << 30)
+    drafts = table.forced_drafts()
+    assert drafts is not None
+    assert n + sum(map(len, drafts)) == n * max(1, FORCED_TOKENS // n)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlboost.services.rollout_worker.domain.load import DecodeMeter, Throughput
@@ -63,6 +65,15 @@ def test_idle_time_and_weight_updates_are_in_no_decode_step() -> None:
     meter.on_flush([emission(2, 3, version=1)], 1, 20.0)
     meter.on_flush([emission(2, 5, version=1)], 1, 20.5)
     assert meter.take() == pytest.approx((1.0, 0.1))
+
+
+def test_time_in_which_only_given_tokens_are_scored_is_in_no_decode_step() -> None:
+    meter = DecodeMeter(slots=4)
+    meter.on_flush([emission(1, 3)], 1, 0.0)
+    meter.on_flush([replace(emission(2, 256), is_forced=True)], 1, 5.0)
+    meter.on_flush([emission(3, 1)], 1, 10.0)
+    meter.on_flush([emission(3, 2), replace(emission(4, 256), is_forced=True)], 1, 10.4)
+    assert meter.take() == pytest.approx((1.0, 0.2))
 
 
 def test_steps_hold_no_more_tokens_than_the_engine_has_slots() -> None:

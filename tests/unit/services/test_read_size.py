@@ -11,7 +11,8 @@ import pytest
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.trainer.step.intake import FinishedLog
-from rlboost.shared.messages import SampleFinished
+from rlboost.services.trainer.step.judging import Questions
+from rlboost.shared.messages import GroupRequested, SampleFinished, Sampling
 from rlboost.shared.streams import bus as bus_module
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Entry, RawEntry, ReadSize
@@ -92,6 +93,22 @@ async def test_trainer_reads_large_samples_a_few_at_a_time(bus: Metered) -> None
         assert isinstance(entry.message, SampleFinished)
         assert entry.message.sample == sample
         log.take()
+    assert max(bus.read_bytes) <= MAX_BYTES + LARGE
+
+
+async def test_trainer_reads_a_teachers_scores_of_large_samples_a_few_at_a_time(bus: Metered) -> None:
+    serving = f"{JOB}.teacher"
+    for sample in range(N):
+        await bus.append(names.rollouts_finished(serving), finished(sample))
+    rig = Rig(Path())
+    rig.bus = bus
+    questions = Questions(rig.claimed(), {serving: 2})
+    reading = asyncio.create_task(questions.read())
+    asked = GroupRequested(
+        job_id=serving, group=N - 1, n=1, prompt=pack([1], I32), sampling=Sampling(), version=0, seed=0, vocab_size=9
+    )
+    assert await questions.answer(asked) == finished(N - 1)
+    reading.cancel()
     assert max(bus.read_bytes) <= MAX_BYTES + LARGE
 
 

@@ -64,7 +64,7 @@ class Taught(Rig):
         self.make_engine = lambda: NoReference(self.rows)
         self.teacher_weights = MemoryWeights()
         self.teacher = ScriptedManager(self.bus, SERVING, seeding_ends=False, script=self.answer)
-        self.refused, self.wrong = False, False
+        self.refused, self.wrong, self.short = False, False, False
 
     def answer(self, request: GroupRequested, sample: int) -> Answer:
         if self.refused:
@@ -74,7 +74,7 @@ class Taught(Rig):
         return SampleFinished(
             sample=sample,
             tokens=given[:-4] + b"\1\0\0\0" if self.wrong else given,
-            logprobs=pack(score(ints(request.prompt), ints(given)), F32),
+            logprobs=pack(score(ints(request.prompt), ints(given))[self.short :], F32),
             finish="length",
             spans=[("w-2", 0, length(given))],
             attempts=1,
@@ -175,15 +175,16 @@ async def test_rows_of_conversations_get_scores_of_the_models_own_tokens(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("refused", "why"),
+    ("fault", "why"),
     [
-        (True, f"{SERVING} cannot score a completion: the maximum length is 9"),
-        (False, f"a worker of {SERVING} has scored another completion"),
+        ("refused", f"{SERVING} cannot score a completion: the maximum length is 9"),
+        ("wrong", f"a worker of {SERVING} has scored another completion"),
+        ("short", f"a worker of {SERVING} has not scored each token of a completion"),
     ],
 )
-async def test_group_without_scores_is_dropped_by_name(tmp_path: Path, refused: bool, why: str) -> None:
+async def test_group_without_scores_is_dropped_by_name(tmp_path: Path, fault: str, why: str) -> None:
     rig = Taught(tmp_path, taught_spec())
-    rig.refused, rig.wrong = refused, not refused
+    setattr(rig, fault, True)
     async with rig.teaching():
         ended = await rig.run()
     assert ended.state == "failed"
@@ -251,3 +252,11 @@ def test_more_rows_than_a_step_has_ids_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.teacher\.model: the teacher may be asked \d+ times a step"):
         check(job, [])
     check(taught_spec(**GAME), [])
+
+
+def test_evaluation_needs_no_ids_of_the_teacher() -> None:
+    rows = {"train": "t", "eval": "e", "prompts_per_step": 4}
+    algorithm = {"group_size": 64, "teacher": {"model": "big"}}
+    job = taught_spec(algorithm=algorithm, data=rows, eval={"every": 1, "samples": 5_000})
+    check(job, [5_000])
+    assert OtherModelIds.of(job, [5_000]).n_numbers == 4 * 64
