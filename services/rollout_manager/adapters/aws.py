@@ -60,6 +60,7 @@ _REFUSALS = {
     "VcpuLimitExceeded": _QUOTA,
     "UnauthorizedOperation": _NOT_PERMITTED,
     "AuthFailure": _NOT_PERMITTED,
+    "AuthFailure.ServiceLinkedRoleCreationNotPermitted": _NOT_PERMITTED,
     "OptInRequired": _NOT_PERMITTED,
     "RequestLimitExceeded": _LIMITED,
     "Throttling": _LIMITED,
@@ -80,6 +81,7 @@ class Aws:
             template.
         excess_s: see `EXCESS_S`.
         clock: seconds.
+        wall: Unix seconds.
 
     Raises:
         ConfigError: boto3 is not installed, or the file cannot be used.
@@ -94,10 +96,11 @@ class Aws:
         *,
         excess_s: float = EXCESS_S,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         if not is_installed("boto3"):
             raise ConfigError(f"provider aws needs boto3: {pip_install('aws')}")
-        self._machines, self._system, self._excess_s, self._clock = machines, system, excess_s, clock
+        self._machines, self._system, self._excess_s, self._clock, self._wall = machines, system, excess_s, clock, wall
         self._user_data = None if user_data is None else _read_user_data(user_data)
         self._lock = threading.Lock()
         self._clients: dict[str, Any] = {}
@@ -159,12 +162,11 @@ class Aws:
     def _launch(self, kind: str, machine: AwsMachine, n: int, known: Mapping[str, object], n_living: int) -> None:
         tags = {SYSTEM_TAG: self._system, KIND_TAG: kind, "Name": f"{self._system} {kind}"}
         is_id = machine.launch_template.startswith("lt-")
-        place: dict[str, Any] = (
-            {"SubnetId": machine.subnet} if machine.subnet else {"Placement": {"AvailabilityZone": machine.zone}}
-        )
+        place: dict[str, Any] = {"SubnetId": machine.subnet} if machine.subnet else {}
         if self._user_data is not None:
             place["UserData"] = _KIND.sub(rf"\g<1>{kind}", self._user_data)
-        identity = [self._system, kind, str(self._answered[kind]), *sorted(known)]
+        # The hour: AWS remembers tokens for a day, and lists ended machines for an hour only.
+        identity = [self._system, kind, str(self._wall() // 3600), str(self._answered[kind]), *sorted(known)]
         answer = self._call(
             kind,
             machine,
@@ -175,6 +177,7 @@ class Aws:
             ClientToken=hashlib.sha256("\0".join(identity).encode()).hexdigest(),
             LaunchTemplate={"LaunchTemplateId" if is_id else "LaunchTemplateName": machine.launch_template},
             InstanceType=machine.instance_type,
+            Placement={"AvailabilityZone": machine.zone},  # AWS refuses a subnet of another zone
             InstanceMarketOptions={
                 "MarketType": "spot",
                 "SpotOptions": {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"},
@@ -204,7 +207,7 @@ class Aws:
             InstanceTypes=[machine.instance_type],
             ProductDescriptions=["Linux/UNIX"],
             Filters=[{"Name": "availability-zone", "Values": [machine.zone]}],
-            StartTime=time.time(),
+            StartTime=self._wall(),
         )
         if not answer["SpotPriceHistory"]:
             raise ProviderFailed(
@@ -237,7 +240,11 @@ class Aws:
             return getattr(self._client(machine.region), operation)(**fields)
         except ClientError as error:
             code, text = error.response["Error"].get("Code", ""), error.response["Error"].get("Message", "")
-            if n_living is not None:
+            # An unknown error of the server leaves open whether the launch took effect: it is repeated with its token.
+            is_open = (
+                error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500 and code not in _REFUSALS
+            )
+            if n_living is not None and not is_open:
                 self._answered[kind] += 1
             why, remedy, retry_s = _REFUSALS.get(code, _OTHER)
             text = (

@@ -287,14 +287,43 @@ async def test_launch_whose_reply_is_lost_is_not_repeated(ec2: Ec2Server) -> Non
     """The machines of such a launch may also be missing in the next list, after a restart of the manager, too."""
     ec2.replies, ec2.hides_new = False, True
     with pytest.raises(ProviderFailed, match="did not answer run_instances"):
-        await Aws({"l4": ec2.machine()}, "lost", None).scale("l4", 2)
+        await Aws({"l4": ec2.machine()}, "lost", None, wall=lambda: 0.0).scale("l4", 2)
     ec2.replies = True
-    provider = Aws({"l4": ec2.machine()}, "lost", None)
+    provider = Aws({"l4": ec2.machine()}, "lost", None, wall=lambda: 0.0)
     await provider.scale("l4", 2)
     await provider.scale("l4", 2)
     ec2.hides_new = False
     assert len(ec2.machines("lost", "l4")) == 2
     assert len({launch["ClientToken"] for launch in ec2.launches}) == 1
+
+
+async def test_launch_whose_error_is_of_the_server_is_repeated_with_its_token(ec2: Ec2Server) -> None:
+    provider = Aws({"l4": ec2.machine()}, "server-error", None)
+    ec2.status, ec2.errors = "503 Service Unavailable", {"RunInstances": "Unavailable"}
+    with pytest.raises(ProviderFailed, match="Unavailable"):
+        await provider.scale("l4", 1)
+    ec2.errors = {}
+    await provider.scale("l4", 1)
+    assert len({launch["ClientToken"] for launch in ec2.launches}) == 1
+
+
+async def test_restarted_manager_launches_after_aws_has_forgotten_the_machines_before(ec2: Ec2Server) -> None:
+    """AWS would answer a token that it knows with machines that have ended."""
+    machines, now = {"l4": ec2.machine()}, 1e9
+    await Aws(machines, "later", None, wall=lambda: now).scale("l4", 1)
+    (before,) = ec2.machines("later", "l4")
+    ec2.client().terminate_instances(InstanceIds=[before["InstanceId"]])
+    now, ec2.hides_new = now + 2 * 3600, True
+    await Aws(machines, "later", None, wall=lambda: now).scale("l4", 1)
+    ec2.hides_new = False
+    assert len(ec2.machines("later", "l4")) == 1
+
+
+async def test_machine_in_a_subnet_is_launched_in_the_zone_whose_price_counts(ec2: Ec2Server) -> None:
+    subnets = ec2.client().describe_subnets(Filters=[{"Name": "availability-zone", "Values": [ZONE]}])["Subnets"]
+    await Aws({"l4": ec2.machine(subnet=subnets[0]["SubnetId"])}, "subnet", None).scale("l4", 1)
+    (launch,) = ec2.launches
+    assert (launch["SubnetId"], launch["Placement.AvailabilityZone"]) == (subnets[0]["SubnetId"], ZONE)
 
 
 async def test_preempted_machine_of_aws_is_replaced(ec2: Ec2Server) -> None:
