@@ -55,7 +55,7 @@ class FakeProvider:
         self.prices: dict[str, float] = {}
         """Dollars per hour of one worker, by kind."""
 
-    async def scale(self, kind: str, workers: int) -> None:
+    async def scale(self, kind: str, workers: int, _hosts: Collection[str] = (), /) -> None:
         """See `FleetProvider.scale`."""
         self.requests.append((kind, workers))
         if self.error:

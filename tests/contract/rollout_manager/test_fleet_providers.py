@@ -16,7 +16,7 @@ from typing import NamedTuple
 import botocore.session
 import pytest
 
-from rlboost.services.rollout_manager.adapters.aws import EXCESS_S, Aws
+from rlboost.services.rollout_manager.adapters.aws import EXCESS_S, IDLE_S, Aws
 from rlboost.services.rollout_manager.adapters.providers import Kubernetes, ShellCommand
 from rlboost.services.rollout_manager.domain.offers import NO_CAPACITY, UNFILLED_S, Failure
 from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
@@ -348,6 +348,36 @@ async def test_surplus_machines_of_aws_have_time_to_end_by_themselves(ec2: Ec2Se
     now = EXCESS_S
     await provider.scale("l4", 1)
     assert len(ec2.machines("surplus", "l4")) == 1
+
+
+async def test_surplus_machines_of_aws_with_workers_end_last(ec2: Ec2Server) -> None:
+    provider = Aws({"l4": ec2.machine()}, "used", None, excess_s=0.0)
+    await provider.scale("l4", 1)
+    (old,) = ec2.machines("used", "l4")
+    await provider.scale("l4", 2)
+    (new,) = (one for one in ec2.machines("used", "l4") if one["InstanceId"] != old["InstanceId"])
+    await provider.scale("l4", 1, [new["PrivateDnsName"]])
+    assert [one["InstanceId"] for one in ec2.machines("used", "l4")] == [new["InstanceId"]]
+
+
+async def test_machine_of_aws_without_a_worker_for_long_is_replaced(ec2: Ec2Server) -> None:
+    now = 0.0
+    provider = Aws({"l4": ec2.machine()}, "idle", None, clock=lambda: now)
+    await provider.scale("l4", 2)
+    idle, used = ec2.machines("idle", "l4")
+    for now in (1.0, IDLE_S):  # noqa: B007 - the provider's clock
+        await provider.scale("l4", 2, [used["PrivateDnsName"].partition(".")[0]])
+        assert len(ec2.machines("idle", "l4")) == 2
+    now = IDLE_S + 1
+    await provider.scale("l4", 2, ["another-naming"])
+    assert idle["InstanceId"] in [one["InstanceId"] for one in ec2.machines("idle", "l4")]
+    await provider.scale("l4", 2, [used["PrivateDnsName"]])
+    for now in (2 * IDLE_S, 2 * IDLE_S + 1):  # noqa: B007
+        await provider.scale("l4", 2, [used["PrivateDnsName"]])
+    after = [one["InstanceId"] for one in ec2.machines("idle", "l4")]
+    assert len(after) == 2
+    assert used["InstanceId"] in after
+    assert idle["InstanceId"] not in after
 
 
 @pytest.mark.parametrize(
