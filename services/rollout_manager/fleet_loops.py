@@ -334,7 +334,8 @@ class FleetScaler:
             await self._providers[kind].scale(kind, workers, hosts)
         except ProviderFailed as error:
             request.error = str(error)
-            self._book.on_failure(kind, error.failure, present, now)
+            n_accepted = last.workers if last is not None and not last.error else 0
+            self._book.on_failure(kind, error.failure, present, now, n_accepted)
             log.warning("provider_failed", worker_kind=kind, workers=workers, error=request.error)
 
     def _new_autoscaler(self) -> Autoscaler:
