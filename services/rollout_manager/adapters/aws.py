@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,6 +114,8 @@ class Aws:
             raise ConfigError(f"provider aws needs boto3: {pip_install('aws')}")
         self._machines, self._system, self._excess_s, self._clock, self._wall = machines, system, excess_s, clock, wall
         self._user_data = None if user_data is None else _read_user_data(user_data)
+        # As many as there are calls at a time, so that an AWS that hangs delays nothing else of the process.
+        self._threads = ThreadPoolExecutor(max(1, len(machines)), "aws")
         self._lock = threading.Lock()
         self._clients: dict[str, Any] = {}
         """By region."""
@@ -128,12 +131,14 @@ class Aws:
     async def scale(self, kind: str, workers: int, hosts: Collection[str] = (), /) -> None:
         if kind not in self._machines:
             raise ProviderFailed(f"pool {kind} not found: there are {', '.join(self._machines)}")
-        await asyncio.to_thread(self._scale, kind, workers, {host.partition(".")[0] for host in hosts})
+        names = {host.partition(".")[0] for host in hosts}
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._scale, kind, workers, names)
 
     async def price(self, kind: str, /) -> float | None:
-        return await asyncio.to_thread(self._price, kind)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._price, kind)
 
     async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for client in self._clients.values():
             client.close()
 

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -417,6 +418,19 @@ async def test_spot_price_is_divided_among_the_workers_of_a_machine(ec2: Ec2Serv
     assert [await provider.price(kind) for kind in ("a", "b")] == [0.5, 2.0]
     with pytest.raises(ProviderFailed, match=r"no spot price of g6\.xlarge in us-east-1c: .* or set price_per_hour"):
         await provider.price("c")
+
+
+async def test_region_of_aws_that_hangs_delays_no_other(ec2: Ec2Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [f"l4-{i}" for i in range(40)]  # more than the threads of asyncio
+    provider, together = Aws({kind: ec2.machine() for kind in kinds}, "many", None), threading.Barrier(len(kinds))
+
+    def hang(_kind: str) -> float:
+        together.wait(30)
+        return 1.0
+
+    monkeypatch.setattr(provider, "_price", hang)
+    assert await asyncio.gather(*map(provider.price, kinds)) == [1.0] * len(kinds)
+    await provider.close()
 
 
 async def test_aws_that_does_not_answer_fails(ec2: Ec2Server, monkeypatch: pytest.MonkeyPatch) -> None:
