@@ -19,7 +19,7 @@ from rlboost.services.rollout_manager.domain.allocation import (
     workers_to_request,
 )
 from rlboost.services.rollout_manager.domain.effects import Effect, Now, Send
-from rlboost.services.rollout_manager.domain.offers import Offer, OfferBook, present_workers
+from rlboost.services.rollout_manager.domain.offers import Offer, OfferBook, is_pooled, present_workers
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
@@ -317,7 +317,8 @@ class FleetScaler:
             return
         fleet, target = self._world.fleet.workers.values(), self._autoscaler.targets[kind]
         last = self._requests.get(kind)
-        present = sum(not worker.reserved and worker.joined.kind == kind for worker in fleet)
+        hosts = [worker.joined.host for worker in fleet if is_pooled(worker, {kind})]
+        present = len(hosts)
         if last is None and self._fixed is None and target <= present and self._autoscaler.is_settling(now):
             return  # machines that are starting would be stopped
         workers = workers_to_request(target, last.workers if last else None, present)
@@ -330,10 +331,11 @@ class FleetScaler:
             return
         self._requests[kind] = request = _Request(workers, now)
         try:
-            await self._providers[kind].scale(kind, workers)
+            await self._providers[kind].scale(kind, workers, hosts)
         except ProviderFailed as error:
             request.error = str(error)
-            self._book.on_failure(kind, error.failure, present, now)
+            n_accepted = last.workers if last is not None and not last.error else 0
+            self._book.on_failure(kind, error.failure, present, now, n_accepted)
             log.warning("provider_failed", worker_kind=kind, workers=workers, error=request.error)
 
     def _new_autoscaler(self) -> Autoscaler:

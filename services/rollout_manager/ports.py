@@ -47,8 +47,13 @@ class ProviderFailed(RLBoostError):
 class FleetProvider(Protocol):
     """Starts and stops machines with spot workers."""
 
-    async def scale(self, kind: str, workers: int) -> None:
+    async def scale(self, kind: str, workers: int, hosts: Collection[str] = (), /) -> None:
         """Have this many workers of a kind, started or starting. Repeating a request changes nothing.
+
+        Args:
+            kind: the kind.
+            workers: how many.
+            hosts: host names of the workers of the kind that are there. Of too many machines, others are ended first.
 
         Raises:
             ProviderFailed: the request was not accepted or only in part, or it is unknown whether it was.

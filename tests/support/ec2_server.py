@@ -52,6 +52,8 @@ class Ec2Server:
         """Refuse nothing, as at the start; machines remain."""
         self.errors: dict[str, str] = {}
         """Operation -> error code with which it is refused."""
+        self.status = "400 Bad Request"
+        """Of those refusals."""
         self.capacity: int | None = None
         """Machines that a launch starts at most; None: all that it asks for."""
         self.hides_new = False
@@ -106,7 +108,7 @@ class Ec2Server:
         if action == "RunInstances":
             self.launches.append(fields)
         if action in self.errors:
-            return _reply(start, "400 Bad Request", _ERROR.format(self.errors[action], "as the test asks"))
+            return _reply(start, self.status, _ERROR.format(self.errors[action], "as the test asks"))
         if action == "DescribeSpotPriceHistory":
             price = self.prices.get(fields["Filter.1.Value.1"])
             return _reply(start, "200 OK", _NO_PRICES if price is None else _PRICE.format(price))

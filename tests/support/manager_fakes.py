@@ -48,6 +48,8 @@ class FakeProvider:
         self.kinds = kinds
         self.requests: list[tuple[str, int]] = []
         """(kind, workers), failed ones included."""
+        self.hosts: Collection[str] = ()
+        """Those of the last request."""
         self.error = ""
         """Why every request fails; empty: none does."""
         self.failure = Failure()
@@ -55,8 +57,9 @@ class FakeProvider:
         self.prices: dict[str, float] = {}
         """Dollars per hour of one worker, by kind."""
 
-    async def scale(self, kind: str, workers: int) -> None:
+    async def scale(self, kind: str, workers: int, hosts: Collection[str] = (), /) -> None:
         """See `FleetProvider.scale`."""
+        self.hosts = hosts
         self.requests.append((kind, workers))
         if self.error:
             raise ProviderFailed(self.error, self.failure)

@@ -14,7 +14,8 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +27,23 @@ from rlboost.shared.process.modules import is_installed, pip_install
 SYSTEM_TAG, KIND_TAG = "rlboost-system", "rlboost-kind"
 EXCESS_S = 50.0
 """How long there must be too many machines until some are terminated: those of drained workers shut down themselves."""
+IDLE_S = 1800.0
+"""How long a machine may have no worker, from its launch on or since one left, until it is terminated and replaced."""
 _VISIBLE_AFTER_S = 60.0
 """Time after a launch in which a machine may be missing in AWS's lists, and counts nevertheless."""
 _USER_DATA_LIMIT_BYTES = 16384
 _SHOWN_CHARACTERS = 500
 _KIND = re.compile(r"^(\s*(?:export\s+)?RLBOOST_WORKER_KIND=)\S*", re.MULTILINE)
 _PRICE = re.compile(r"^(\s*(?:export\s+)?RLBOOST_WORKER_PRICE_PER_HOUR=)\S*", re.MULTILINE)
+
+
+class _Machine(NamedTuple):
+    """A machine that AWS lists, or that was launched just now."""
+
+    is_living: bool = True
+    launched_at: str = "9999"
+    names: frozenset[str] = frozenset()
+    """Host names that it may have, without domains."""
 
 
 class _Refusal(NamedTuple):
@@ -60,6 +72,7 @@ _REFUSALS = {
     "VcpuLimitExceeded": _QUOTA,
     "UnauthorizedOperation": _NOT_PERMITTED,
     "AuthFailure": _NOT_PERMITTED,
+    "AuthFailure.ServiceLinkedRoleCreationNotPermitted": _NOT_PERMITTED,
     "OptInRequired": _NOT_PERMITTED,
     "RequestLimitExceeded": _LIMITED,
     "Throttling": _LIMITED,
@@ -80,6 +93,7 @@ class Aws:
             template.
         excess_s: see `EXCESS_S`.
         clock: seconds.
+        wall: Unix seconds.
 
     Raises:
         ConfigError: boto3 is not installed, or the file cannot be used.
@@ -94,11 +108,14 @@ class Aws:
         *,
         excess_s: float = EXCESS_S,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         if not is_installed("boto3"):
             raise ConfigError(f"provider aws needs boto3: {pip_install('aws')}")
-        self._machines, self._system, self._excess_s, self._clock = machines, system, excess_s, clock
+        self._machines, self._system, self._excess_s, self._clock, self._wall = machines, system, excess_s, clock, wall
         self._user_data = None if user_data is None else _read_user_data(user_data)
+        # As many as there are calls at a time, so that an AWS that hangs delays nothing else of the process.
+        self._threads = ThreadPoolExecutor(max(1, len(machines)), "aws")
         self._lock = threading.Lock()
         self._clients: dict[str, Any] = {}
         """By region."""
@@ -108,45 +125,60 @@ class Aws:
         """Kind -> machine -> when it was launched, for the last ones."""
         self._excess_since: dict[str, float] = {}
         """Kind -> since when there are too many machines."""
+        self._idle_since: dict[str, dict[str, float]] = {kind: {} for kind in machines}
+        """Kind -> machine -> since when no worker is on it."""
 
-    async def scale(self, kind: str, workers: int) -> None:
+    async def scale(self, kind: str, workers: int, hosts: Collection[str] = (), /) -> None:
         if kind not in self._machines:
             raise ProviderFailed(f"pool {kind} not found: there are {', '.join(self._machines)}")
-        await asyncio.to_thread(self._scale, kind, workers)
+        names = {host.partition(".")[0] for host in hosts}
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._scale, kind, workers, names)
 
     async def price(self, kind: str, /) -> float | None:
-        return await asyncio.to_thread(self._price, kind)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._price, kind)
 
     async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for client in self._clients.values():
             client.close()
 
-    def _scale(self, kind: str, workers: int) -> None:
+    def _scale(self, kind: str, workers: int, hosts: Collection[str]) -> None:
         machine = self._machines[kind]
         needed = math.ceil(workers / machine.workers)
         known = self._find(kind, machine)
-        living = [one for one, (state, _) in known.items() if state in {"pending", "running"}]
+        used = {one for one, found in known.items() if found.is_living and not found.names.isdisjoint(hosts)}
+        # Those without a worker end first.
+        order = sorted(known, key=lambda one: (one not in used, known[one].launched_at))
+        living = [one for one in order if known[one].is_living]
         now = self._clock()
+        before = self._idle_since[kind]
+        # With hosts of which none is a machine's, it is unknown which machine has workers.
+        idle = [one for one in living if one not in used] if used or not hosts else []
+        self._idle_since[kind] = since = {one: before.get(one, now) for one in idle}
+        if lost := [one for one in idle if now - since[one] >= IDLE_S]:
+            self._call(kind, machine, "terminate_instances", InstanceIds=lost)
+            living = [one for one in living if one not in lost]
         if len(living) <= needed:
             self._excess_since.pop(kind, None)
         if len(living) < needed:
             self._launch(kind, machine, needed - len(living), known, len(living))
         elif len(living) > needed and now - self._excess_since.setdefault(kind, now) >= self._excess_s:
-            newest = sorted(living, key=lambda one: known[one][1])[needed:]
-            self._call(kind, machine, "terminate_instances", InstanceIds=newest)
+            self._call(kind, machine, "terminate_instances", InstanceIds=living[needed:])
 
-    def _find(self, kind: str, machine: AwsMachine) -> dict[str, tuple[str, str]]:
-        """Return the machines of a kind that AWS lists, ended ones for an hour: id -> (state, time of launch)."""
+    def _find(self, kind: str, machine: AwsMachine) -> dict[str, _Machine]:
+        """Return the machines of a kind by id; AWS lists ended ones for an hour."""
         filters = [
             {"Name": f"tag:{SYSTEM_TAG}", "Values": [self._system]},
             {"Name": f"tag:{KIND_TAG}", "Values": [kind]},
         ]
-        found: dict[str, tuple[str, str]] = {}
+        found: dict[str, _Machine] = {}
         token: dict[str, str] = {}
         while True:
             page = self._call(kind, machine, "describe_instances", Filters=filters, MaxResults=1000, **token)
             for one in (one for reservation in page["Reservations"] for one in reservation["Instances"]):
-                found[one["InstanceId"]] = one["State"]["Name"], one["LaunchTime"].isoformat()
+                is_living = one["State"]["Name"] in {"pending", "running"}
+                names = frozenset({one["InstanceId"], one.get("PrivateDnsName", "").partition(".")[0]} - {""})
+                found[one["InstanceId"]] = _Machine(is_living, one["LaunchTime"].isoformat(), names)
             if not page.get("NextToken"):
                 break
             token = {"NextToken": page["NextToken"]}
@@ -154,17 +186,16 @@ class Aws:
         for one, at in list(launched.items()):
             if one in found or self._clock() - at > _VISIBLE_AFTER_S:
                 del launched[one]
-        return found | dict.fromkeys(launched, ("pending", "9999"))
+        return found | dict.fromkeys(launched, _Machine())
 
     def _launch(self, kind: str, machine: AwsMachine, n: int, known: Mapping[str, object], n_living: int) -> None:
         tags = {SYSTEM_TAG: self._system, KIND_TAG: kind, "Name": f"{self._system} {kind}"}
         is_id = machine.launch_template.startswith("lt-")
-        place: dict[str, Any] = (
-            {"SubnetId": machine.subnet} if machine.subnet else {"Placement": {"AvailabilityZone": machine.zone}}
-        )
+        place: dict[str, Any] = {"SubnetId": machine.subnet} if machine.subnet else {}
         if self._user_data is not None:
             place["UserData"] = _KIND.sub(rf"\g<1>{kind}", self._user_data)
-        identity = [self._system, kind, str(self._answered[kind]), *sorted(known)]
+        # The hour: AWS remembers tokens for a day, and lists ended machines for an hour only.
+        identity = [self._system, kind, str(self._wall() // 3600), str(self._answered[kind]), *sorted(known)]
         answer = self._call(
             kind,
             machine,
@@ -175,6 +206,7 @@ class Aws:
             ClientToken=hashlib.sha256("\0".join(identity).encode()).hexdigest(),
             LaunchTemplate={"LaunchTemplateId" if is_id else "LaunchTemplateName": machine.launch_template},
             InstanceType=machine.instance_type,
+            Placement={"AvailabilityZone": machine.zone},  # AWS refuses a subnet of another zone
             InstanceMarketOptions={
                 "MarketType": "spot",
                 "SpotOptions": {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"},
@@ -204,7 +236,7 @@ class Aws:
             InstanceTypes=[machine.instance_type],
             ProductDescriptions=["Linux/UNIX"],
             Filters=[{"Name": "availability-zone", "Values": [machine.zone]}],
-            StartTime=time.time(),
+            StartTime=self._wall(),
         )
         if not answer["SpotPriceHistory"]:
             raise ProviderFailed(
@@ -237,7 +269,9 @@ class Aws:
             return getattr(self._client(machine.region), operation)(**fields)
         except ClientError as error:
             code, text = error.response["Error"].get("Code", ""), error.response["Error"].get("Message", "")
-            if n_living is not None:
+            # An unknown error of the server leaves open whether the launch took effect: it is repeated with its token.
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            if n_living is not None and (status < 500 or code in _REFUSALS):
                 self._answered[kind] += 1
             why, remedy, retry_s = _REFUSALS.get(code, _OTHER)
             text = (

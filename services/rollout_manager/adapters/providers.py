@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import ssl
+from collections.abc import Collection
 from pathlib import Path
 
 import aiohttp
@@ -62,7 +63,7 @@ class Kubernetes:
             ) from error
         return cls(server_url(host, int(port), tls=True), namespace, account / "token", tls)
 
-    async def scale(self, kind: str, workers: int) -> None:
+    async def scale(self, kind: str, workers: int, _hosts: Collection[str] = (), /) -> None:
         url = f"{self._url}/{kind}/scale"
         try:
             headers = {
@@ -107,7 +108,7 @@ class ShellCommand:
     def __init__(self, command: str, limit_s: float = COMMAND_LIMIT_S) -> None:
         self._command, self._limit_s = command, limit_s
 
-    async def scale(self, kind: str, workers: int) -> None:
+    async def scale(self, kind: str, workers: int, _hosts: Collection[str] = (), /) -> None:
         env = {name: value for name, value in os.environ.items() if not name.startswith(_SECRET)}
         try:
             process = await asyncio.create_subprocess_shell(

@@ -562,15 +562,18 @@ def surplus(
 ) -> dict[str, str]:
     """Return the preemptible workers to drain, with the reason.
 
-    Drains the workers with the fewest samples of each kind that has too many. While the remaining workers together cost
-    too much, drains those that joined last.
+    Of each kind that has too many, drains those with the fewest samples, machine by machine, so that machines can end.
+    While the remaining workers together cost too much, drains those that joined last.
     """
     workers = [worker for worker in workers if worker.state != "draining"]
     drained = {}
     for kind, target in targets.items():
-        members = [worker for worker in workers if is_pooled(worker, {kind})]
-        members.sort(key=lambda worker: (len(worker.samples), -worker.joined.at))
-        for worker in members[: max(0, len(members) - target)]:
+        members = sorted((w for w in workers if is_pooled(w, {kind})), key=lambda w: (len(w.samples), -w.joined.at))
+        machines: dict[str, list[Worker]] = {}
+        for worker in members:
+            machines.setdefault(worker.joined.host, []).append(worker)
+        by_machine = sorted(machines.values(), key=lambda found: sum(len(worker.samples) for worker in found))
+        for worker in [one for found in by_machine for one in found][: max(0, len(members) - target)]:
             drained[worker.id] = f"scale-in: {target} workers of kind {kind} are enough"
     if max_dollars_per_hour is None:
         return drained

@@ -480,7 +480,7 @@ class OfferBook:
             for pool in self.pools
         ]
 
-    def on_failure(self, kind: str, failure: Failure, n_present: int, now: float) -> None:
+    def on_failure(self, kind: str, failure: Failure, n_present: int, now: float, n_accepted: int = 0) -> None:
         """Close an offer whose provider did not do all that it was asked for.
 
         Args:
@@ -488,13 +488,20 @@ class OfferBook:
             failure: what the provider told.
             n_present: its workers that have joined.
             now: the manager's clock.
+            n_accepted: workers of the request before, if that did not fail; they may be starting.
 
         """
-        boot_s = next(pool.boot_s for pool in self.pools if pool.kind == kind)
-        n_workers, starting_until = n_present, -math.inf
-        if failure.workers is not None and failure.workers > n_present:
-            n_workers, starting_until = failure.workers, now + UNFILLED_S + boot_s
-        self.records[kind].fail(failure.why, n_workers, now, failure.retry_s, starting_until)
+        limit_s = UNFILLED_S + next(pool.boot_s for pool in self.pools if pool.kind == kind)
+        record = self.records[kind]
+        n_workers, starting_until = failure.workers, now + limit_s
+        if n_workers is None and now < record.starting_until:
+            n_workers, starting_until = record.n_workers, record.starting_until
+        elif n_workers is None:
+            n_workers = n_accepted
+            starting_until = limit_s + (now if record.short_since is None else record.short_since)
+        if n_workers <= n_present:
+            n_workers, starting_until = n_present, -math.inf
+        record.fail(failure.why, n_workers, now, failure.retry_s, starting_until)
 
     def _n_expected(self, pool: Pool, n_present: int, now: float) -> int:
         """Return the workers of a pool that are there, with those that its provider has started although it failed."""

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import botocore.session
 import pytest
 
-from rlboost.services.rollout_manager.adapters.aws import EXCESS_S, Aws
+from rlboost.services.rollout_manager.adapters.aws import EXCESS_S, IDLE_S, Aws
 from rlboost.services.rollout_manager.adapters.providers import Kubernetes, ShellCommand
 from rlboost.services.rollout_manager.domain.offers import NO_CAPACITY, UNFILLED_S, Failure
 from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
@@ -287,14 +288,43 @@ async def test_launch_whose_reply_is_lost_is_not_repeated(ec2: Ec2Server) -> Non
     """The machines of such a launch may also be missing in the next list, after a restart of the manager, too."""
     ec2.replies, ec2.hides_new = False, True
     with pytest.raises(ProviderFailed, match="did not answer run_instances"):
-        await Aws({"l4": ec2.machine()}, "lost", None).scale("l4", 2)
+        await Aws({"l4": ec2.machine()}, "lost", None, wall=lambda: 0.0).scale("l4", 2)
     ec2.replies = True
-    provider = Aws({"l4": ec2.machine()}, "lost", None)
+    provider = Aws({"l4": ec2.machine()}, "lost", None, wall=lambda: 0.0)
     await provider.scale("l4", 2)
     await provider.scale("l4", 2)
     ec2.hides_new = False
     assert len(ec2.machines("lost", "l4")) == 2
     assert len({launch["ClientToken"] for launch in ec2.launches}) == 1
+
+
+async def test_launch_whose_error_is_of_the_server_is_repeated_with_its_token(ec2: Ec2Server) -> None:
+    provider = Aws({"l4": ec2.machine()}, "server-error", None)
+    ec2.status, ec2.errors = "503 Service Unavailable", {"RunInstances": "Unavailable"}
+    with pytest.raises(ProviderFailed, match="Unavailable"):
+        await provider.scale("l4", 1)
+    ec2.errors = {}
+    await provider.scale("l4", 1)
+    assert len({launch["ClientToken"] for launch in ec2.launches}) == 1
+
+
+async def test_restarted_manager_launches_after_aws_has_forgotten_the_machines_before(ec2: Ec2Server) -> None:
+    """AWS would answer a token that it knows with machines that have ended."""
+    machines, now = {"l4": ec2.machine()}, 1e9
+    await Aws(machines, "later", None, wall=lambda: now).scale("l4", 1)
+    (before,) = ec2.machines("later", "l4")
+    ec2.client().terminate_instances(InstanceIds=[before["InstanceId"]])
+    now, ec2.hides_new = now + 2 * 3600, True
+    await Aws(machines, "later", None, wall=lambda: now).scale("l4", 1)
+    ec2.hides_new = False
+    assert len(ec2.machines("later", "l4")) == 1
+
+
+async def test_machine_in_a_subnet_is_launched_in_the_zone_whose_price_counts(ec2: Ec2Server) -> None:
+    subnets = ec2.client().describe_subnets(Filters=[{"Name": "availability-zone", "Values": [ZONE]}])["Subnets"]
+    await Aws({"l4": ec2.machine(subnet=subnets[0]["SubnetId"])}, "subnet", None).scale("l4", 1)
+    (launch,) = ec2.launches
+    assert (launch["SubnetId"], launch["Placement.AvailabilityZone"]) == (subnets[0]["SubnetId"], ZONE)
 
 
 async def test_preempted_machine_of_aws_is_replaced(ec2: Ec2Server) -> None:
@@ -319,6 +349,36 @@ async def test_surplus_machines_of_aws_have_time_to_end_by_themselves(ec2: Ec2Se
     now = EXCESS_S
     await provider.scale("l4", 1)
     assert len(ec2.machines("surplus", "l4")) == 1
+
+
+async def test_surplus_machines_of_aws_with_workers_end_last(ec2: Ec2Server) -> None:
+    provider = Aws({"l4": ec2.machine()}, "used", None, excess_s=0.0)
+    await provider.scale("l4", 1)
+    (old,) = ec2.machines("used", "l4")
+    await provider.scale("l4", 2)
+    (new,) = (one for one in ec2.machines("used", "l4") if one["InstanceId"] != old["InstanceId"])
+    await provider.scale("l4", 1, [new["PrivateDnsName"]])
+    assert [one["InstanceId"] for one in ec2.machines("used", "l4")] == [new["InstanceId"]]
+
+
+async def test_machine_of_aws_without_a_worker_for_long_is_replaced(ec2: Ec2Server) -> None:
+    now = 0.0
+    provider = Aws({"l4": ec2.machine()}, "idle", None, clock=lambda: now)
+    await provider.scale("l4", 2)
+    idle, used = ec2.machines("idle", "l4")
+    for now in (1.0, IDLE_S):  # noqa: B007 - the provider's clock
+        await provider.scale("l4", 2, [used["PrivateDnsName"].partition(".")[0]])
+        assert len(ec2.machines("idle", "l4")) == 2
+    now = IDLE_S + 1
+    await provider.scale("l4", 2, ["another-naming"])
+    assert idle["InstanceId"] in [one["InstanceId"] for one in ec2.machines("idle", "l4")]
+    await provider.scale("l4", 2, [used["PrivateDnsName"]])
+    for now in (2 * IDLE_S, 2 * IDLE_S + 1):  # noqa: B007
+        await provider.scale("l4", 2, [used["PrivateDnsName"]])
+    after = [one["InstanceId"] for one in ec2.machines("idle", "l4")]
+    assert len(after) == 2
+    assert used["InstanceId"] in after
+    assert idle["InstanceId"] not in after
 
 
 @pytest.mark.parametrize(
@@ -358,6 +418,19 @@ async def test_spot_price_is_divided_among_the_workers_of_a_machine(ec2: Ec2Serv
     assert [await provider.price(kind) for kind in ("a", "b")] == [0.5, 2.0]
     with pytest.raises(ProviderFailed, match=r"no spot price of g6\.xlarge in us-east-1c: .* or set price_per_hour"):
         await provider.price("c")
+
+
+async def test_region_of_aws_that_hangs_delays_no_other(ec2: Ec2Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [f"l4-{i}" for i in range(40)]  # more than the threads of asyncio
+    provider, together = Aws({kind: ec2.machine() for kind in kinds}, "many", None), threading.Barrier(len(kinds))
+
+    def hang(_kind: str) -> float:
+        together.wait(30)
+        return 1.0
+
+    monkeypatch.setattr(provider, "_price", hang)
+    assert await asyncio.gather(*map(provider.price, kinds)) == [1.0] * len(kinds)
+    await provider.close()
 
 
 async def test_aws_that_does_not_answer_fails(ec2: Ec2Server, monkeypatch: pytest.MonkeyPatch) -> None:

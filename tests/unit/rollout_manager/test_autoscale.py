@@ -445,6 +445,14 @@ def test_workers_with_the_fewest_samples_leave_first() -> None:
     assert list(surplus(fleet, {"k": 1}, None)) == ["new", "old"]
 
 
+def test_workers_of_one_machine_leave_together() -> None:
+    """Else each of two machines would run half of its workers, and ending one would end workers that are needed."""
+    samples = {"a0": 0, "a1": 9, "b0": 1, "b1": 2}
+    fleet = [worker(name, samples=n, host=name[0]) for name, n in samples.items()]
+    assert list(surplus(fleet, {"k": 2}, None)) == ["b0", "b1"]
+    assert list(surplus(fleet, {"k": 1}, None)) == ["b0", "b1", "a0"]
+
+
 def test_newest_workers_leave_while_all_cost_too_much() -> None:
     fleet = [worker(f"w{i}", price_per_hour=2.0, at=float(i)) for i in range(3)]
     fleet.append(worker("r", role="reserved", price_per_hour=3.0, at=9.0))

@@ -337,6 +337,27 @@ async def test_zone_with_part_of_the_machines_keeps_those_that_start_and_others_
     await system.http.aclose()
 
 
+async def test_machines_that_start_are_not_given_up_when_their_provider_is_not_reached(tmp_path: Path) -> None:
+    system = await zones(tmp_path, "workers: {a: 1.0, b: 1.2}")
+    system.want(4)
+    system.at_s += COOL_DOWN_S
+    await system.scaler.decide_once(Now(system.at_s, system.at_s))
+    await system.scaler.request_once(system.at_s)
+    assert system.clouds["a"].requests[-1] == ("a", 4)
+    assert system.clouds["a"].hosts == ["here", "here"]
+    system.clouds["a"].error = "not reached"
+    for seconds in (REPEAT_S, 1, RETRY_S, 1):
+        await system.pass_s(seconds)
+    assert len(system.clouds["a"].requests) == 4
+    targets = {pool["kind"]: pool["target"] for pool in (await system.fleet())["pools"]}
+    assert targets == {"a": 4, "b": 0}
+    for seconds in (UNFILLED_S + max(pool.boot_s for pool in ZONES), 1, 1):
+        await system.pass_s(seconds)
+    targets = {pool["kind"]: pool["target"] for pool in (await system.fleet())["pools"]}
+    assert targets == {"a": 2, "b": 2}
+    await system.http.aclose()
+
+
 async def test_pool_of_aws_starts_workers_once_its_price_is_known_and_follows_it() -> None:
     system = System(pools=[aws_pool("a"), aws_pool("b"), Pool(kind="own", max_workers=4, price_per_hour=9.0)])
     await system.start()
