@@ -55,8 +55,12 @@ class ClientError(RLBoostError):
     """
 
     def __init__(self, title: str, detail: str, status: int | None = None) -> None:
-        super().__init__(f"{title}: {detail}")
+        super().__init__(title, detail, status)  # all of them, so that it can be pickled
         self.title, self.detail, self.status = title, detail, status
+
+    def __str__(self) -> str:
+        """Return the kind of problem, and what is wrong."""
+        return f"{self.title}: {self.detail}"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -147,6 +148,8 @@ class AsyncFleet:
         """(step, number) -> the group."""
         self._numbers: defaultdict[int, int] = defaultdict(int)
         """Step -> groups that were requested."""
+        self._phases: list[str] = []
+        """What calls under way do."""
         self._reading: asyncio.Task[None] | None = None
         self._attachment: Attachment | None = None
         self._store: StoreClient | None = None
@@ -228,6 +231,17 @@ class AsyncFleet:
         """Id of the job, with which a successor finds it."""
         return self._at.job_id
 
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Say what the trainer does; of calls that overlap, what the last one that has not ended does."""
+        self._phases.append(name)
+        self._at.phase = name
+        try:
+            yield
+        finally:
+            self._phases.remove(name)
+            self._at.phase = self._phases[-1] if self._phases else "training"
+
     # --- weights ---
 
     @property
@@ -268,14 +282,12 @@ class AsyncFleet:
 
         """
         given = await asyncio.to_thread(weights_of, weights, config)
-        before, self._at.phase = self._at.phase, "publishing"
-        try:
-            return await _attached(self._versions).publish(given, if_changed=if_changed)
-        except Conflict:
-            await asyncio.to_thread(self._at.renew)  # which says so if another trainer has the job
-            raise
-        finally:
-            self._at.phase = before
+        with self._phase("publishing"):
+            try:
+                return await _attached(self._versions).publish(given, if_changed=if_changed)
+            except Conflict:
+                await asyncio.to_thread(self._at.renew)  # which says so if another trainer has the job
+                raise
 
     # --- samples ---
 
@@ -374,17 +386,16 @@ class AsyncFleet:
             asyncio.create_task(self._open[step, first + i].done.wait(), name=f"group-{step}-{first + i}"): i
             for i in range(n)
         }
-        before, self._at.phase = self._at.phase, "generating"
         try:
-            while waiting:
-                reading = self._ensure_reading()
-                await asyncio.wait([*waiting, reading], return_when=asyncio.FIRST_COMPLETED)
-                for task in [task for task in waiting if task.done()]:
-                    yield waiting.pop(task)
-                if reading.done() and waiting:
-                    reading.result()  # its error
+            with self._phase("generating"):
+                while waiting:
+                    reading = self._ensure_reading()
+                    await asyncio.wait([*waiting, reading], return_when=asyncio.FIRST_COMPLETED)
+                    for task in [task for task in waiting if task.done()]:
+                        yield waiting.pop(task)
+                    if reading.done() and waiting:
+                        reading.result()  # its error
         finally:
-            self._at.phase = before
             for task in waiting:
                 task.cancel()
 
