@@ -275,6 +275,7 @@ def rollout_of(config: Any, model: Any, *, serves_policy: bool = True) -> Rollou
         "checkpoint_engine.backend": config.checkpoint_engine.backend not in {"naive", NAME}
         and f"give {NAME} with separate_async, and naive with other trainers",
         "quantization": config.quantization and "workers have the dtype that is published",
+        "qat": (config.qat or {}).get("enable") and "workers have the weights that are published",
         "enable_rollout_routing_replay": config.enable_rollout_routing_replay and "turn it off",
         "full_determinism": config.full_determinism and "turn it off",
         "prometheus.enable": config.prometheus.enable and "turn it off: scrape the fleet's manager",

@@ -42,7 +42,7 @@ def verl_config(**changed: Any) -> SimpleNamespace:
         "prompt_length": 16,
         "response_length": 8,
     }
-    flags = dict.fromkeys(("quantization", "enable_rollout_routing_replay", "full_determinism", "ignore_eos"))
+    flags = dict.fromkeys(("quantization", "enable_rollout_routing_replay", "full_determinism", "ignore_eos", "qat"))
     return SimpleNamespace(**{**given, **flags, **changed})
 
 
@@ -163,10 +163,11 @@ def test_requests_that_a_fleet_cannot_serve_are_rejected_by_name(
         ({"tensor_model_parallel_size": 2}, True, "tensor_model_parallel_size: give 1"),
         ({"checkpoint_engine": SimpleNamespace(backend="nccl")}, True, r"checkpoint_engine\.backend: give rlboost"),
         ({"quantization": "fp8"}, True, "quantization: workers have the dtype"),
+        ({"qat": {"enable": True}}, True, "qat: workers have the weights"),
         ({"full_determinism": True}, True, "full_determinism: turn it off"),
         ({}, False, r"reward_model\.rollout\.name: give reward and teacher models another rollout"),
     ],
-    ids=["job", "staleness", "tensor parallel", "nccl", "fp8", "determinism", "reward model"],
+    ids=["job", "staleness", "tensor parallel", "nccl", "fp8", "qat", "determinism", "reward model"],
 )
 def test_settings_that_a_fleet_does_not_have_are_rejected_by_name(
     verl: ModuleType, changed: dict[str, Any], policy: bool, why: str
