@@ -21,7 +21,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -148,8 +147,6 @@ class AsyncFleet:
         """(step, number) -> the group."""
         self._numbers: defaultdict[int, int] = defaultdict(int)
         """Step -> groups that were requested."""
-        self._phases: list[str] = []
-        """What calls under way do."""
         self._reading: asyncio.Task[None] | None = None
         self._attachment: Attachment | None = None
         self._store: StoreClient | None = None
@@ -231,17 +228,6 @@ class AsyncFleet:
         """Id of the job, with which a successor finds it."""
         return self._at.job_id
 
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Say what the trainer does; of calls that overlap, what the last one that has not ended does."""
-        self._phases.append(name)
-        self._at.phase = name
-        try:
-            yield
-        finally:
-            self._phases.remove(name)
-            self._at.phase = self._phases[-1] if self._phases else "training"
-
     # --- weights ---
 
     @property
@@ -282,7 +268,7 @@ class AsyncFleet:
 
         """
         given = await asyncio.to_thread(weights_of, weights, config)
-        with self._phase("publishing"):
+        with self._at.phase("publishing"):
             try:
                 return await _attached(self._versions).publish(given, if_changed=if_changed)
             except Conflict:
@@ -387,7 +373,7 @@ class AsyncFleet:
             for i in range(n)
         }
         try:
-            with self._phase("generating"):
+            with self._at.phase("generating"):
                 while waiting:
                     reading = self._ensure_reading()
                     await asyncio.wait([*waiting, reading], return_when=asyncio.FIRST_COMPLETED)

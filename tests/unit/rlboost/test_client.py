@@ -3,14 +3,13 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from rlboost import client as module
-from rlboost.client import Client, ClientError, ServerEvent, server_events
+from rlboost.client import Attachment, Client, ClientError, ServerEvent, server_events
 from rlboost.fleet import AsyncFleet
 from tests.support.fake_rest import FakeRest, job, lines, ok, problem
 
@@ -150,7 +149,8 @@ def test_a_client_closes_its_connections(rest: FakeRest) -> None:
 
 
 async def test_trainer_generates_until_the_last_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, attachment = AsyncFleet("http://api.test", "secret", job="j"), SimpleNamespace(phase="training")
+    fleet, attachment = AsyncFleet("http://api.test", "secret", job="j"), object.__new__(Attachment)
+    attachment.phases = ["training"]
     monkeypatch.setattr(fleet, "_attachment", attachment)
     reading = asyncio.create_task(asyncio.Event().wait())
     monkeypatch.setattr(fleet, "_ensure_reading", lambda: reading)
@@ -163,5 +163,5 @@ async def test_trainer_generates_until_the_last_call_has_ended(monkeypatch: pyte
     for number, phase in enumerate(("generating", "training")):
         fleet._open[0, number].done.set()
         assert await calls[number] == [0]
-        assert attachment.phase == phase
+        assert attachment.phases[-1] == phase
     reading.cancel()
