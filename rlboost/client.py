@@ -55,8 +55,12 @@ class ClientError(RLBoostError):
     """
 
     def __init__(self, title: str, detail: str, status: int | None = None) -> None:
-        super().__init__(f"{title}: {detail}")
+        super().__init__(title, detail, status)  # all of them, so that it can be pickled
         self.title, self.detail, self.status = title, detail, status
+
+    def __str__(self) -> str:
+        """Return the kind of problem, and what is wrong."""
+        return f"{self.title}: {self.detail}"
 
 
 @dataclass(frozen=True)
@@ -422,7 +426,8 @@ class Attachment:
         self.epoch: int = self.attached["epoch"]
         self.access = IssuedAccess(self.attached["store_credential"], "")
         self.lost: RLBoostError | None = None
-        self.phase = "training"
+        self.phases = ["training"]
+        """What it does, and what calls under way do."""
         self._stop = threading.Event()
         # By a weak reference: a trainer that is no longer used loses its job.
         arguments = (weakref.ref(self), self._stop, options["lease_s"] / 4)
@@ -453,9 +458,18 @@ class Attachment:
                 raise self.lost from error
             raise
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say what the trainer does; of calls that overlap, what the last one that has not ended does."""
+        self.phases.append(name)
+        try:
+            yield
+        finally:
+            self.phases.remove(name)
+
     def renew(self) -> None:
         """Renew the lease and the credential of the weight store; raises what `call` raises."""
-        answer = self._call(self._renewing, "PUT", "trainer", {"phase": self.phase}).json()
+        answer = self._call(self._renewing, "PUT", "trainer", {"phase": self.phases[-1]}).json()
         self.access.credential = answer["store_credential"]
 
     def close(self) -> None:

@@ -268,14 +268,12 @@ class AsyncFleet:
 
         """
         given = await asyncio.to_thread(weights_of, weights, config)
-        before, self._at.phase = self._at.phase, "publishing"
-        try:
-            return await _attached(self._versions).publish(given, if_changed=if_changed)
-        except Conflict:
-            await asyncio.to_thread(self._at.renew)  # which says so if another trainer has the job
-            raise
-        finally:
-            self._at.phase = before
+        with self._at.phase("publishing"):
+            try:
+                return await _attached(self._versions).publish(given, if_changed=if_changed)
+            except Conflict:
+                await asyncio.to_thread(self._at.renew)  # which says so if another trainer has the job
+                raise
 
     # --- samples ---
 
@@ -374,17 +372,16 @@ class AsyncFleet:
             asyncio.create_task(self._open[step, first + i].done.wait(), name=f"group-{step}-{first + i}"): i
             for i in range(n)
         }
-        before, self._at.phase = self._at.phase, "generating"
         try:
-            while waiting:
-                reading = self._ensure_reading()
-                await asyncio.wait([*waiting, reading], return_when=asyncio.FIRST_COMPLETED)
-                for task in [task for task in waiting if task.done()]:
-                    yield waiting.pop(task)
-                if reading.done() and waiting:
-                    reading.result()  # its error
+            with self._at.phase("generating"):
+                while waiting:
+                    reading = self._ensure_reading()
+                    await asyncio.wait([*waiting, reading], return_when=asyncio.FIRST_COMPLETED)
+                    for task in [task for task in waiting if task.done()]:
+                        yield waiting.pop(task)
+                    if reading.done() and waiting:
+                        reading.result()  # its error
         finally:
-            self._at.phase = before
             for task in waiting:
                 task.cancel()
 

@@ -68,6 +68,8 @@ class Rollout:
     prompt_length: int
     response_length: int
     max_model_len: int
+    ignore_eos: bool = False
+    """Whether completions do not end at these, unless a request says so itself."""
     max_staleness: int = 0
     """How many versions older than the newest a token's may be."""
 
@@ -111,12 +113,13 @@ class FleetActor:
         """Return the dtype of published weights, and whether the output layer is the embedding."""
         return self._rollout.dtype, bool(self._rollout.config.get("tie_word_embeddings"))
 
-    async def publish(self, parts: Sequence[tuple[str, str, Sequence[int], Any]], step: int) -> None:
+    async def publish(self, parts: Sequence[tuple[str, str, Sequence[int], Any]], step: int | None) -> None:
         """Publish weights as the next version, unless they are those of the newest.
 
         Args:
             parts: name, dtype, shape and bytes of each tensor; the bytes are in Ray's object store.
-            step: verl's, which the version's samples are labeled with.
+            step: verl's, which the version's samples are labeled with. verl gives none when it sends the same weights
+                again, as for replicas that have slept.
 
         """
         found = await asyncio.gather(*(data for *_, data in parts))
@@ -127,7 +130,8 @@ class FleetActor:
                 for (name, dtype, shape, _), data in zip(parts, found, strict=True)
             }
         version = await self._open.publish(tensors, config=self._rollout.config, if_changed=bool(self._steps))
-        self._steps[version] = step
+        if step is not None or version not in self._steps:
+            self._steps[version] = step or 0
         # What has been read is verl's: the job keeps samples only of requests in flight.
         done = min([*self._running, version]) - 1
         if done > self._released:
@@ -212,7 +216,7 @@ def sampling_of(params: Mapping[str, Any], n_prompt: int, rollout: Rollout) -> d
     given = {name: value for name, value in params.items() if value is not None}
     own = {name: value for name, value in given.items() if name in _SAMPLING}
     limits = [given.pop(name) for name in ("max_tokens", "max_new_tokens") if name in given]
-    ignore_eos, top_k = given.pop("ignore_eos", False), given.pop("top_k", 0)
+    ignore_eos, top_k = given.pop("ignore_eos", rollout.ignore_eos), given.pop("top_k", 0)
     given.pop("logprobs", None)
     for name, value in given.items():
         if name not in _SAMPLING and value not in _NEUTRAL.get(name, ()):
@@ -271,6 +275,7 @@ def rollout_of(config: Any, model: Any, *, serves_policy: bool = True) -> Rollou
         "checkpoint_engine.backend": config.checkpoint_engine.backend not in {"naive", NAME}
         and f"give {NAME} with separate_async, and naive with other trainers",
         "quantization": config.quantization and "workers have the dtype that is published",
+        "qat": (config.qat or {}).get("enable") and "workers have the weights that are published",
         "enable_rollout_routing_replay": config.enable_rollout_routing_replay and "turn it off",
         "full_determinism": config.full_determinism and "turn it off",
         "prometheus.enable": config.prometheus.enable and "turn it off: scrape the fleet's manager",
@@ -283,13 +288,17 @@ def rollout_of(config: Any, model: Any, *, serves_policy: bool = True) -> Rollou
     config_json.pop("attn_implementation", None)  # of the trainer, which workers may not have
     ids = [getattr(source, "eos_token_id", None) for source in (hf.tokenizer, hf.generation_config)]
     eos = {one for found in ids if found is not None for one in ([found] if isinstance(found, int) else found)}
+    max_staleness = options.pop("max_staleness", 0)
+    if not isinstance(max_staleness, int) or max_staleness < 0:
+        raise ConfigError(f"engine_kwargs.{NAME}.max_staleness: give a number of versions, not {max_staleness!r}")
     return Rollout(
-        max_staleness=options.pop("max_staleness", 0),
+        max_staleness=max_staleness,
         options=options,
         model=hf.path,
         config=config_json | {"dtype": config.dtype},
         eos_token_ids=tuple(sorted(eos)),
         dtype=config.dtype,
+        ignore_eos=config.ignore_eos,
         prompt_length=config.prompt_length,
         response_length=config.response_length,
         max_model_len=config.max_model_len or get_max_position_embeddings(hf.hf_config),
@@ -325,7 +334,7 @@ async def send(weights: Iterable[tuple[str, torch.Tensor]], step: int | None, *,
         raw: np.ndarray[Any, Any] = data.contiguous().view(-1).view(torch.uint8).numpy()
         parts.append((name, str(data.dtype).removeprefix("torch."), tuple(data.shape), ray.put(raw)))
     if actor is not None:
-        await actor.publish.remote(parts, step or 0)
+        await actor.publish.remote(parts, step)
 
 
 class FleetRollout(BaseRollout):  # type: ignore[misc] # as above

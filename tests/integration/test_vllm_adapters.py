@@ -21,6 +21,7 @@ from tests.support.adapter_versions import (  # noqa: E402
     JOBS,
     Shared,
     adapter_tensors,
+    pulled_base,
     requests,
     staged_adapter,
 )
@@ -113,6 +114,24 @@ async def test_requests_that_keep_their_kv_continue_with_the_new_adapter_and_sha
     assert a.logprobs[:n_old] == pytest.approx(before[:n_old], abs=1e-4)
     for others in (before, after):  # by the new adapter, from keys and values of the old one
         assert max(abs(x - y) for x, y in zip(a.logprobs[n_old:], others[n_old:], strict=True)) > 1e-2
+
+
+async def test_requests_of_whole_models_keep_their_kv_where_adapters_may_be(shared: Shared, tmp_path: Path) -> None:
+    engine, collector = shared.engine, Collector(shared.engine)
+    one = replace(request(0, prompt=LONG, max_tokens=19), job_id="whole")
+    await engine.load_adapter("whole", 0, None)
+    engine.submit([one])
+    await eventually(lambda: collector.made(0) > 3)
+    await engine.suspend(keep_kv=True)
+    changed = tiny_models.make(vllm_engines.config(), seed=5)
+    await engine.load_weights(1, CachedVersion(pulled_base(changed, tmp_path)), keep_kv=True)
+    await engine.load_adapter("whole", 1, None, keep_kv=True)
+    await engine.resume()
+    (made,) = await collector.all_ended([one])
+    n_old = made.versions.count(0)
+    assert 3 < n_old < 19
+    computed_again = tiny_models.logprobs(changed, LONG, made.tokens)[n_old:]
+    assert max(abs(x - y) for x, y in zip(made.logprobs[n_old:], computed_again, strict=True)) > 1e-2
 
 
 async def test_job_begins_without_an_adapter_and_ends_with_none(shared: Shared) -> None:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import pickle
+from typing import Any
 
 import httpx
 import pytest
 
 from rlboost import client as module
-from rlboost.client import Client, ClientError, ServerEvent, server_events
+from rlboost.client import Attachment, Client, ClientError, ServerEvent, server_events
+from rlboost.fleet import AsyncFleet
 from tests.support.fake_rest import FakeRest, job, lines, ok, problem
 
 
@@ -48,6 +52,11 @@ def test_a_problem_document_becomes_the_error(rest: FakeRest, client: Client) ->
     with pytest.raises(ClientError, match="Conflict: job j is completed") as caught:
         client.jobs.pause("j")
     assert (caught.value.title, caught.value.detail, caught.value.status) == ("Conflict", "job j is completed", 409)
+
+
+def test_an_error_survives_the_way_to_another_process() -> None:
+    again = pickle.loads(pickle.dumps(ClientError("Paused", "job j is paused", 409)))
+    assert (str(again), again.status) == ("Paused: job j is paused", 409)
 
 
 @pytest.mark.parametrize("body", ["<html>", "[]", '{"title": "only"}'])
@@ -137,3 +146,22 @@ def test_a_client_closes_its_connections(rest: FakeRest) -> None:
     rest.on("GET /v1/jobs/j-1", ok(job("running")))
     with Client("http://api.test", "t", transport=rest) as client:
         assert client.jobs.show("j-1")["state"] == "running"
+
+
+async def test_trainer_generates_until_the_last_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, attachment = AsyncFleet("http://api.test", "secret", job="j"), object.__new__(Attachment)
+    attachment.phases = ["training"]
+    monkeypatch.setattr(fleet, "_attachment", attachment)
+    reading = asyncio.create_task(asyncio.Event().wait())
+    monkeypatch.setattr(fleet, "_ensure_reading", lambda: reading)
+
+    async def completed(number: int) -> list[Any]:
+        return [index async for index in fleet._completed(0, number, 1)]
+
+    calls = [asyncio.create_task(completed(number)) for number in range(2)]
+    await asyncio.sleep(0)
+    for number, phase in enumerate(("generating", "training")):
+        fleet._open[0, number].done.set()
+        assert await calls[number] == [0]
+        assert attachment.phases[-1] == phase
+    reading.cancel()

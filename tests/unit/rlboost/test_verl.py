@@ -42,7 +42,7 @@ def verl_config(**changed: Any) -> SimpleNamespace:
         "prompt_length": 16,
         "response_length": 8,
     }
-    flags = dict.fromkeys(("quantization", "enable_rollout_routing_replay", "full_determinism"))
+    flags = dict.fromkeys(("quantization", "enable_rollout_routing_replay", "full_determinism", "ignore_eos", "qat"))
     return SimpleNamespace(**{**given, **flags, **changed})
 
 
@@ -67,12 +67,13 @@ class FakeFleet:
         self.asked: list[dict[str, Any]] = []
         self.published: list[Any] = []
         self.released: list[int] = []
+        self.is_changed = True
         self.resumed = asyncio.Event()
         self.resumed.set()
 
     async def publish(self, tensors: Any, **_: Any) -> int:
         self.published.append(tensors)
-        self.version += 1
+        self.version += self.is_changed
         return self.version
 
     async def checkpointed(self, *, step: int) -> None:
@@ -133,6 +134,9 @@ def test_sampling_is_that_of_verls_own_servers(verl: ModuleType) -> None:
     assert verl.sampling_of({"max_new_tokens": 50}, 10, rollout(verl))["max_tokens"] == 20  # of max_model_len
     given = verl.sampling_of({"ignore_eos": True, "stop_token_ids": [9], "top_k": 5}, 1, rollout(verl))
     assert (given["stop_token_ids"], given["top_k"]) == ([9], 5)
+    # verl's agent loops leave this one to the rollout's configuration.
+    assert verl.sampling_of({}, 1, rollout(verl, ignore_eos=True))["stop_token_ids"] == []
+    assert verl.sampling_of({"ignore_eos": False}, 1, rollout(verl, ignore_eos=True))["stop_token_ids"] == [2]
 
 
 @pytest.mark.parametrize(
@@ -155,13 +159,15 @@ def test_requests_that_a_fleet_cannot_serve_are_rejected_by_name(
     ("changed", "policy", "why"),
     [
         ({"engine_kwargs": {}}, True, r"engine_kwargs\.rlboost\.job: give the name"),
+        ({"engine_kwargs": {"rlboost": {**OPTIONS, "max_staleness": -1}}}, True, r"max_staleness: give a number"),
         ({"tensor_model_parallel_size": 2}, True, "tensor_model_parallel_size: give 1"),
         ({"checkpoint_engine": SimpleNamespace(backend="nccl")}, True, r"checkpoint_engine\.backend: give rlboost"),
         ({"quantization": "fp8"}, True, "quantization: workers have the dtype"),
+        ({"qat": {"enable": True}}, True, "qat: workers have the weights"),
         ({"full_determinism": True}, True, "full_determinism: turn it off"),
         ({}, False, r"reward_model\.rollout\.name: give reward and teacher models another rollout"),
     ],
-    ids=["job", "tensor parallel", "nccl", "fp8", "determinism", "reward model"],
+    ids=["job", "staleness", "tensor parallel", "nccl", "fp8", "qat", "determinism", "reward model"],
 )
 def test_settings_that_a_fleet_does_not_have_are_rejected_by_name(
     verl: ModuleType, changed: dict[str, Any], policy: bool, why: str
@@ -171,7 +177,8 @@ def test_settings_that_a_fleet_does_not_have_are_rejected_by_name(
 
 
 def test_rollout_has_the_models_configuration_and_ends(verl: ModuleType) -> None:
-    made = verl.rollout_of(verl_config(), MODEL)
+    made = verl.rollout_of(verl_config(ignore_eos=True), MODEL)
+    assert made.ignore_eos
     assert made.config == {"model_type": "qwen3", "dtype": "bfloat16"}
     assert (made.eos_token_ids, made.max_model_len, made.max_staleness) == ((2, 5), 512, 1)
     assert made.options == OPTIONS
@@ -195,6 +202,16 @@ async def test_samples_are_labeled_with_verls_steps(verl: ModuleType) -> None:
     second = await made.generate([1, 5], {"logprobs": False}, "b")
     assert second.log_probs is None
     assert second.extra_fields == {"global_steps": 40, "min_global_steps": 40, "max_global_steps": 44}
+
+
+async def test_weights_that_are_sent_again_without_a_step_keep_theirs(verl: ModuleType) -> None:
+    """verl does so in a validation whose reward model shares the GPUs."""
+    fleet = FakeFleet()
+    made = actor(verl, fleet)
+    await made.publish([], 40)
+    fleet.is_changed = False
+    await made.publish([], None)
+    assert (await made.generate([1], {}, "a")).extra_fields["global_steps"] == 40
 
 
 async def test_samples_are_released_when_their_step_has_none_in_flight(verl: ModuleType) -> None:

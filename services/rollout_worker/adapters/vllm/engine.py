@@ -394,7 +394,7 @@ class VllmEngine:
         await self._wake("weights")
         await self._pause(keep_kv=keep_kv)
         held = self._adapters.get(job_id)
-        if folder is None or held is None:
+        if (folder is None) != (held is None):
             await self._abort_streams([job_id])  # a request keeps the adapter that it began with, or none
         if folder is None:
             await self._drop_adapter(job_id)
