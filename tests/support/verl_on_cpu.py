@@ -86,4 +86,4 @@ class PlatformCPU(PlatformCUDA):  # type: ignore[misc] # verl may not be install
         yield
 
 
-torch.distributed.init_process_group = _init_process_group  # type: ignore[assignment] # verl names its arguments
+torch.distributed.init_process_group = _init_process_group
