@@ -19,7 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlboost.services.rollout_manager.domain.offers import NO_CAPACITY, RETRY_S, UNFILLED_S, AwsMachine, Failure
+from rlboost.services.rollout_manager.domain.offers import (
+    AWS_IDLE_S,
+    NO_CAPACITY,
+    RETRY_S,
+    UNFILLED_S,
+    AwsMachine,
+    Failure,
+)
 from rlboost.services.rollout_manager.ports import ProviderFailed
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.process.modules import is_installed, pip_install
@@ -27,11 +34,10 @@ from rlboost.shared.process.modules import is_installed, pip_install
 SYSTEM_TAG, KIND_TAG = "rlboost-system", "rlboost-kind"
 EXCESS_S = 50.0
 """How long there must be too many machines until some are terminated: those of drained workers shut down themselves."""
-IDLE_S = 1800.0
-"""How long a machine may have no worker, from its launch on or since one left, until it is terminated and replaced."""
 _VISIBLE_AFTER_S = 60.0
 """Time after a launch in which a machine may be missing in AWS's lists, and counts nevertheless."""
 _USER_DATA_LIMIT_BYTES = 16384
+_PLACEHOLDER = "rlb_..."
 _SHOWN_CHARACTERS = 500
 _KIND = re.compile(r"^(\s*(?:export\s+)?RLBOOST_WORKER_KIND=)\S*", re.MULTILINE)
 _PRICE = re.compile(r"^(\s*(?:export\s+)?RLBOOST_WORKER_PRICE_PER_HOUR=)\S*", re.MULTILINE)
@@ -155,7 +161,7 @@ class Aws:
         # With hosts of which none is a machine's, it is unknown which machine has workers.
         idle = [one for one in living if one not in used] if used or not hosts else []
         self._idle_since[kind] = since = {one: before.get(one, now) for one in idle}
-        if lost := [one for one in idle if now - since[one] >= IDLE_S]:
+        if lost := [one for one in idle if now - since[one] >= AWS_IDLE_S]:
             self._call(kind, machine, "terminate_instances", InstanceIds=lost)
             living = [one for one in living if one not in lost]
         if len(living) <= needed:
@@ -303,6 +309,8 @@ def _read_user_data(file: Path) -> str:
         raise ConfigError(f"{name} cannot be read: {error}") from error
     if not _KIND.search(text):
         raise ConfigError(f"{name} has no line RLBOOST_WORKER_KIND=..., in which each machine gets its kind: add it")
+    if _PLACEHOLDER in text:
+        raise ConfigError(f"{name} has the token {_PLACEHOLDER} of the example: write that of your system")
     if (size := len(text.encode())) > _USER_DATA_LIMIT_BYTES - 256:
         raise ConfigError(f"{name} has {size} bytes, and AWS takes {_USER_DATA_LIMIT_BYTES}: download the rest in it")
     return _PRICE.sub(r"\g<1>0", text)  # a worker without a price has that of its pool

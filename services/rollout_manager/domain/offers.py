@@ -28,6 +28,10 @@ ROUNDING = 1e-6
 ProviderName = Literal["none", "command", "kubernetes", "aws"]
 
 
+AWS_IDLE_S = 1800.0
+"""How long a machine may have no worker, from its launch on or since one left, until it is terminated and replaced."""
+
+
 class AwsMachine(BaseModel):
     """A spot machine of AWS EC2 that runs workers of a pool."""
 
@@ -84,6 +88,11 @@ class Pool(BaseModel):
                 raise ValueError(
                     f"pool {self.kind} has the key {key}, which provider {self.provider} does not use: remove one"
                 )
+        if self.aws and self.boot_s >= AWS_IDLE_S:
+            raise ValueError(
+                f"pool {self.kind}: boot_s is {self.boot_s:.0f}, and a machine of AWS without a worker for "
+                f"{AWS_IDLE_S:.0f} s is replaced: use an image that is prepared, and lower it"
+            )
         if self.command and self.aws:
             raise ValueError(f"pool {self.kind} has the keys command and aws, and needs one provider: remove one")
         return self

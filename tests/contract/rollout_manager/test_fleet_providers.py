@@ -17,9 +17,9 @@ from typing import NamedTuple
 import botocore.session
 import pytest
 
-from rlboost.services.rollout_manager.adapters.aws import EXCESS_S, IDLE_S, Aws
+from rlboost.services.rollout_manager.adapters.aws import EXCESS_S, Aws
 from rlboost.services.rollout_manager.adapters.providers import Kubernetes, ShellCommand
-from rlboost.services.rollout_manager.domain.offers import NO_CAPACITY, UNFILLED_S, Failure
+from rlboost.services.rollout_manager.domain.offers import AWS_IDLE_S, NO_CAPACITY, UNFILLED_S, Failure
 from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.process.modules import modules_hidden
@@ -257,9 +257,11 @@ def test_kubernetes_outside_of_a_pod_is_refused(tmp_path: Path) -> None:
 USER_DATA = Path(__file__).parents[3] / "deploy/cloud-init/spot-worker.yaml"
 
 
-async def test_machines_of_aws_get_what_the_pool_says(ec2: Ec2Server) -> None:
+async def test_machines_of_aws_get_what_the_pool_says(ec2: Ec2Server, tmp_path: Path) -> None:
     kind = ec2.machine(workers=8, instance_type="g6.48xlarge")
-    provider = Aws({"l4": kind}, "said", USER_DATA)
+    user_data = tmp_path / "spot-worker.yaml"
+    user_data.write_text(USER_DATA.read_text().replace("rlb_...", "rlb_token"))
+    provider = Aws({"l4": kind}, "said", user_data)
     await provider.scale("l4", 17)
     first, *others = ec2.machines("said", "l4")
     assert len(others) == 2
@@ -268,7 +270,7 @@ async def test_machines_of_aws_get_what_the_pool_says(ec2: Ec2Server) -> None:
     (launch,) = ec2.launches
     assert launch["InstanceInitiatedShutdownBehavior"] == "terminate"
     assert launch["InstanceMarketOptions.SpotOptions.InstanceInterruptionBehavior"] == "terminate"
-    found, given = base64.b64decode(launch["UserData"]).decode().splitlines(), USER_DATA.read_text().splitlines()
+    found, given = base64.b64decode(launch["UserData"]).decode().splitlines(), user_data.read_text().splitlines()
     changed = [one.strip() for one, before in zip(found, given, strict=True) if one != before]
     assert changed == ["RLBOOST_WORKER_KIND=l4", "RLBOOST_WORKER_PRICE_PER_HOUR=0"]
     await provider.close()
@@ -366,14 +368,14 @@ async def test_machine_of_aws_without_a_worker_for_long_is_replaced(ec2: Ec2Serv
     provider = Aws({"l4": ec2.machine()}, "idle", None, clock=lambda: now)
     await provider.scale("l4", 2)
     idle, used = ec2.machines("idle", "l4")
-    for now in (1.0, IDLE_S):  # noqa: B007 - the provider's clock
+    for now in (1.0, AWS_IDLE_S):  # noqa: B007 - the provider's clock
         await provider.scale("l4", 2, [used["PrivateDnsName"].partition(".")[0]])
         assert len(ec2.machines("idle", "l4")) == 2
-    now = IDLE_S + 1
+    now = AWS_IDLE_S + 1
     await provider.scale("l4", 2, ["another-naming"])
     assert idle["InstanceId"] in [one["InstanceId"] for one in ec2.machines("idle", "l4")]
     await provider.scale("l4", 2, [used["PrivateDnsName"]])
-    for now in (2 * IDLE_S, 2 * IDLE_S + 1):  # noqa: B007
+    for now in (2 * AWS_IDLE_S, 2 * AWS_IDLE_S + 1):  # noqa: B007
         await provider.scale("l4", 2, [used["PrivateDnsName"]])
     after = [one["InstanceId"] for one in ec2.machines("idle", "l4")]
     assert len(after) == 2
@@ -444,6 +446,7 @@ async def test_aws_that_does_not_answer_fails(ec2: Ec2Server, monkeypatch: pytes
     [
         ("#!/bin/sh\nrlboost worker join", "has no line RLBOOST_WORKER_KIND="),
         ("RLBOOST_WORKER_KIND=a\n" + "#" * 16384, "AWS takes 16384"),
+        (USER_DATA.read_text(), "has the token rlb_"),
         (None, "cannot be read"),
     ],
 )

@@ -454,6 +454,7 @@ async def test_scale_without_pools_says_what_to_set() -> None:
         (["--pools", f"[{AWS_POOL}]"], "set RLBOOST_MANAGER_AWS_SYSTEM"),
         (["--pools", f"[{AWS_POOL.replace('us-east-1a', 'us-east-1')}]"], "zone"),
         (["--pools", f'[{AWS_POOL[:-1]}, "command": "true"}}]'], "needs one provider: remove one"),
+        (["--pools", f'[{AWS_POOL[:-1]}, "boot_s": 1800}}]'], "use an image that is prepared, and lower it"),
         (["--pools", '[{"kind": "a"}, {"kind": "b"}]', "--max-share", "0.4"], "needs 3 pools, and there are 2"),
         (["--pools", '[{"kind": "a b", "max_workers": 1}]'], "kind"),
         (["--pools", f"[{POOL.model_dump_json()}, {POOL.model_dump_json()}]"], "several pools are of kind sim"),

@@ -227,10 +227,13 @@ class VllmEngine:
 
     async def _stream(self, live: LiveRequest, requests: StreamedRequests) -> None:
         """Generate the tokens of a request into `requests`."""
+        try:
+            await (self._force(live, requests) if live.request.sampling.forced else self._follow(live, requests))
+        except VLLMValidationError as error:
+            requests.end(live, error=f"vllm rejects the request: {error.__cause__ or error}")
+
+    async def _follow(self, live: LiveRequest, requests: StreamedRequests) -> None:
         request, sampling = live.request, live.request.sampling
-        if sampling.forced:
-            await self._force(live, requests)
-            return
         vocabulary = requests.vocabulary
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -252,10 +255,22 @@ class VllmEngine:
             # With those of earlier tokens, which vLLM computes again: it returns none of a request that it aborts.
             routed_experts_prompt_start=len(request.prompt) - 1 if sampling.routed_experts else 0,
         )
-        try:
-            await self._follow(live, requests, params)
-        except VLLMValidationError as error:
-            requests.end(live, error=f"vllm rejects the request: {error.__cause__ or error}")
+        async for output in self._generate([*request.prompt, *live.tokens], params, request.job_id):
+            (completion,) = output.outputs
+            requests.extend(live, completion.token_ids, *_logprobs(completion.logprobs, sampling.top_logprobs))
+            if completion.finish_reason in _FINISH:
+                routed = completion.routed_experts if sampling.routed_experts else None
+                requests.end(
+                    live,
+                    finish=_FINISH[completion.finish_reason],
+                    routed_experts=b"" if routed is None else routed.tobytes(),
+                )
+            elif completion.finish_reason == "error" and sampling.grammar:
+                requests.end(live, error="vllm cannot follow the structured output: see its messages in the log")
+            elif completion.finish_reason is not None and self._is_decoding:
+                raise RuntimeError(f"vllm ended a request: {completion.finish_reason}")
+            elif not requests.is_live(live):
+                raise asyncio.CancelledError  # its output is not a number: abort it in vLLM
 
     async def _force(self, live: LiveRequest, requests: StreamedRequests) -> None:
         """Score the completion that a request gives, in one prefill."""
@@ -280,25 +295,6 @@ class VllmEngine:
                 requests.end(live, finish=FINISH_LENGTH)
             elif completion.finish_reason is not None and self._is_decoding:
                 raise RuntimeError(f"vllm ended a request: {completion.finish_reason}")
-
-    async def _follow(self, live: LiveRequest, requests: StreamedRequests, params: SamplingParams) -> None:
-        request, sampling = live.request, live.request.sampling
-        async for output in self._generate([*request.prompt, *live.tokens], params, request.job_id):
-            (completion,) = output.outputs
-            requests.extend(live, completion.token_ids, *_logprobs(completion.logprobs, sampling.top_logprobs))
-            if completion.finish_reason in _FINISH:
-                routed = completion.routed_experts if sampling.routed_experts else None
-                requests.end(
-                    live,
-                    finish=_FINISH[completion.finish_reason],
-                    routed_experts=b"" if routed is None else routed.tobytes(),
-                )
-            elif completion.finish_reason == "error" and sampling.grammar:
-                requests.end(live, error="vllm cannot follow the structured output: see its messages in the log")
-            elif completion.finish_reason is not None and self._is_decoding:
-                raise RuntimeError(f"vllm ended a request: {completion.finish_reason}")
-            elif not requests.is_live(live):
-                raise asyncio.CancelledError  # its output is not a number: abort it in vLLM
 
     async def _generate(self, tokens: list[int], params: SamplingParams, job_id: str) -> Any:
         # Salted: a new request must not share a prefix whose keys and values were computed with older weights. Neither
