@@ -187,7 +187,7 @@ def device_claims(device: str) -> str:
 
 
 def external_trainer(job_id: str) -> str:
-    """Hash: of a job of kind `external`, its trainer (JSON), and the cursor up to which samples are released."""
+    """Hash: of a job of kind `external`, its trainer (JSON), and its newest checkpoint."""
     return f"{PREFIX}job:{job_id}:external"
 
 

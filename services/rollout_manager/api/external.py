@@ -85,7 +85,7 @@ NAME_PREFIX = "external:"
 
 ROUTES = Routes()
 _ERRORS: Responses = problems(403, 404, 409, 422)
-_TRAINER, _RELEASED = "trainer", "released"
+_TRAINER, _RELEASED, _COVERED = "trainer", "released", "covered"
 """Fields of `names.external_trainer`."""
 _CURSOR = r"^\d{1,15}-\d{1,10}$"
 _B = TypeVar("_B", bound=BaseModel)
@@ -203,7 +203,7 @@ class EndBody(_Body):
 # --- the trainer that is attached -------------------------------------------------------------------------------------
 
 
-class _Trainer(BaseModel):
+class ExternalTrainer(BaseModel):
     """The stored record of the trainer that attached last: a field of `names.external_trainer`."""
 
     model_config = ConfigDict(frozen=True)
@@ -235,13 +235,13 @@ class _Trainer(BaseModel):
         return Append(names.JOB_REPORTS, report)
 
 
-class _Job(NamedTuple):
+class HeldJob(NamedTuple):
     """The job in the path, and what Redis has of its trainer."""
 
     record: Job
     bus: Bus
 
-    async def trainer(self, epoch: int) -> _Trainer:
+    async def trainer(self, epoch: int) -> ExternalTrainer:
         """Return the trainer that attached last.
 
         Raises:
@@ -249,12 +249,17 @@ class _Job(NamedTuple):
 
         """
         text = await self.bus.hash_get(names.external_trainer(self.record.id), _TRAINER)
-        found = _Trainer.model_validate_json(text) if text else None
+        found = ExternalTrainer.model_validate_json(text) if text else None
         if found is None or found.epoch != epoch:
             raise self.superseded(epoch)
         return found
 
-    async def write(self, trainer: _Trainer, ops: Sequence[Op] = ()) -> None:
+    async def checkpoint(self) -> Checkpoint:
+        """Return the newest checkpoint, whose report the manager may not have applied yet."""
+        released, covered = await self.bus.hash_some(names.external_trainer(self.record.id), [_RELEASED, _COVERED])
+        return Checkpoint(step=max(self.record.checkpointed_step, int(covered or 0)), cursor=released or START)
+
+    async def write(self, trainer: ExternalTrainer, ops: Sequence[Op] = ()) -> None:
         """Renew the trainer's lease and apply its operations, in one transaction; a job that was left alone runs again.
 
         Raises:
@@ -276,28 +281,28 @@ class _Job(NamedTuple):
         return Problem(409, "Superseded", detail)
 
 
-async def _own_job(job: OneJob, request: Request, bus: TheBus) -> _Job:
+async def _own_job(job: OneJob, request: Request, bus: TheBus) -> HeldJob:
     principal = principal_of(request)
     if principal.scope == "trainer" and principal.subject != job.id:
         raise Problem(403, "Forbidden", f"this token is for the trainer of job {principal.subject} only")
     if job.spec.kind != "external":
         detail = f"job {job.id} is of kind {job.spec.kind}: only jobs of kind external have a trainer of their own"
         raise Problem(409, "Not an external job", detail)
-    return _Job(job, bus)
+    return HeldJob(job, bus)
 
 
-OwnJob = Annotated[_Job, Depends(_own_job)]
+OwnJob = Annotated[HeldJob, Depends(_own_job)]
 """The external job in the path, which may have ended."""
 
 
-async def _external_job(job: OwnJob) -> _Job:
+async def _external_job(job: OwnJob) -> HeldJob:
     if job.record.ended:
         detail = f"job {job.record.id} has ended ({job.record.state}): create another one"
         raise Problem(409, "Job over", detail)
     return job
 
 
-ExternalJob = Annotated[_Job, Depends(_external_job)]
+ExternalJob = Annotated[HeldJob, Depends(_external_job)]
 
 
 @ROUTES("POST", "/jobs/{job_id}/trainer", "trainer", "external", status_code=201, responses=_ERRORS)
@@ -305,7 +310,7 @@ async def attach(job: ExternalJob, body: AttachBody, manager: TheManager, settin
     """Take the job as its trainer: return the epoch, the newest version, and how to publish weights."""
     record, bus = job
     lease = FencedLease(bus, names.trainer_lease(record.id), names.trainer_epoch(record.id), body.lease_s)
-    trainer = _Trainer(
+    trainer = ExternalTrainer(
         name=body.trainer,
         epoch=0,
         lease_s=body.lease_s,
@@ -325,18 +330,17 @@ async def attach(job: ExternalJob, body: AttachBody, manager: TheManager, settin
     is_paused = record.newest_control == "pause"
     stored = HashSet(names.external_trainer(record.id), {_TRAINER: trainer.model_dump_json()})
     await job.write(trainer, [stored, trainer.report(record, "paused" if is_paused else "running")])
-    released = await bus.hash_get(names.external_trainer(record.id), _RELEASED)
     return {
         "epoch": trainer.epoch,
         "version": manager.world.jobs.committed_version(record.id),
         "step": record.step,
         "spec": json.loads(to_json(record.spec)),
-        "checkpoint": {"step": record.checkpointed_step, "cursor": released or START},
+        "checkpoint": (await job.checkpoint()).model_dump(),
         **_publishing(record, trainer, settings),
     }
 
 
-def _publishing(job: Job, trainer: _Trainer, settings: Settings) -> dict[str, Any]:
+def _publishing(job: Job, trainer: ExternalTrainer, settings: Settings) -> dict[str, Any]:
     """Return what a trainer needs to publish weights."""
     token = settings.token.get_secret_value()
     return {
@@ -400,13 +404,14 @@ async def request_groups(job: ExternalJob, request: Request, manager: TheManager
         detail = f"job {record.id} is paused: 'rlboost resume {record.id}' or POST /v1/jobs/{record.id}/resume"
         raise Problem(409, "Paused", detail)
     newest = await _committed(manager, record, max(group.version or 0 for group in body.groups))
-    requests = [_request(record, group, newest) for group in body.groups]
+    covered = (await job.checkpoint()).step
+    requests = [_request(record, group, newest, covered) for group in body.groups]
     ops: list[Op] = [HashSet(names.external_groups(record.id), await _new_digests(job, body.groups))]
     await job.write(trainer, [*ops, *(Append(names.rollouts_requested(record.id), each) for each in requests)])
     return {"accepted": len(requests), "version": newest}
 
 
-async def _new_digests(job: _Job, groups: Sequence[GroupBody]) -> dict[str, str]:
+async def _new_digests(job: HeldJob, groups: Sequence[GroupBody]) -> dict[str, str]:
     """Return what each group asks for, as a digest by step and number.
 
     Raises:
@@ -426,9 +431,9 @@ async def _new_digests(job: _Job, groups: Sequence[GroupBody]) -> dict[str, str]
     return asked
 
 
-def _request(job: Job, group: GroupBody, newest: int) -> GroupRequested:
-    if group.step < job.checkpointed_step:
-        detail = f"groups of step {group.step} were generated: a checkpoint covers all before {job.checkpointed_step}"
+def _request(job: Job, group: GroupBody, newest: int, covered: int) -> GroupRequested:
+    if group.step < covered:
+        detail = f"groups of step {group.step} were generated: a checkpoint covers all before {covered}"
         raise Problem(409, "Checkpointed", detail)
     return GroupRequested(
         job_id=job.id,
@@ -472,7 +477,7 @@ async def finished(
     """Return finished samples after a cursor, waiting for the first: as JSON, or as columns in msgpack by `Accept`."""
     record, bus = job
     trainer = await job.trainer(epoch)
-    released = await bus.hash_get(names.external_trainer(record.id), _RELEASED) or START
+    released = (await job.checkpoint()).cursor
     if START != after_cursor != released and position(after_cursor) < position(released):
         detail = f"samples up to {released} were released by a checkpoint: read on from there"
         raise Problem(409, "Released", detail)
@@ -542,17 +547,18 @@ async def complete_step(job: ExternalJob, body: StepBody) -> dict[str, Any]:
     return {"step": body.step}
 
 
-async def _release(job: _Job, checkpoint: Checkpoint) -> list[Op]:
+async def _release(job: HeldJob, checkpoint: Checkpoint) -> list[Op]:
     """Return what removes the samples and requests that a checkpoint covers; nothing that is released comes back."""
     if position(checkpoint.cursor)[0] / 1000 > time.time() + FUTURE_S:
         raise Problem(422, "Invalid cursor", f"checkpoint.cursor: no answer of `finished` had {checkpoint.cursor}")
-    released = await job.bus.hash_get(names.external_trainer(job.record.id), _RELEASED) or START
-    cursor = max(checkpoint.cursor, released, key=position)
+    before = await job.checkpoint()
+    cursor = max(checkpoint.cursor, before.cursor, key=position)
+    step = max(checkpoint.step, before.step)
     groups = await job.bus.hash_all(names.external_groups(job.record.id))
-    covered = tuple(name for name in groups if int(name.partition("/")[0]) < checkpoint.step)
+    covered = tuple(name for name in groups if int(name.partition("/")[0]) < step)
     return [
         Trim(names.rollouts_finished(job.record.id), after(cursor)),
-        HashSet(names.external_trainer(job.record.id), {_RELEASED: cursor}),
+        HashSet(names.external_trainer(job.record.id), {_RELEASED: cursor, _COVERED: str(step)}),
         *([HashDelete(names.external_groups(job.record.id), covered)] if covered else []),
     ]
 

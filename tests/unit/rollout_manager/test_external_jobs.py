@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlboost.services.rollout_manager.api import external
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message, pause_without_trainer
 from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.effects import Deliver, Effect, Now, Send, Store, save_job
@@ -26,7 +27,8 @@ from rlboost.shared.messages import (
     WorkerEvent,
 )
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Delete
+from rlboost.shared.streams.bus import Append, Delete, HashSet
+from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import (
     group_requested,
     heartbeat,
@@ -198,3 +200,16 @@ def test_steps_of_a_job_without_a_number_are_counted(world: World) -> None:
     apply_message(world, StepReport(job_id=JOB, step=7, metrics={"reward": 0.5}), "6-0", now(1))
     assert (job(world).record.step, job(world).record.public()["steps"]) == (8, 0)
     assert job(world).record.latest == {"reward": 0.5}
+
+
+async def test_checkpoint_counts_before_the_manager_has_applied_its_report(world: World) -> None:
+    """A group that it covers would be ignored, and its trainer would wait for it."""
+    record, bus = job(world).record, MemoryBus()
+    attached = external.ExternalTrainer(name="t", epoch=1, lease_s=5.0, price_per_hour=0.0, phase_since=0.0)
+    await bus.increment(names.trainer_epoch(JOB))
+    await bus.transact([HashSet(names.external_trainer(JOB), {"trainer": attached.model_dump_json()})])
+    held = external.HeldJob(record, bus)
+    checkpoint = external.Checkpoint(step=3, cursor="5-0")
+    for step, covers in ((2, checkpoint), (3, None), (4, external.Checkpoint(step=1, cursor="4-0"))):
+        await external.complete_step(held, external.StepBody(epoch=1, step=step, checkpoint=covers))
+        assert (record.checkpointed_step, await held.checkpoint()) == (0, checkpoint)
