@@ -241,23 +241,26 @@ class HeldJob(NamedTuple):
     record: Job
     bus: Bus
 
-    async def trainer(self, epoch: int) -> ExternalTrainer:
-        """Return the trainer that attached last.
+    async def state(self, epoch: int) -> tuple[ExternalTrainer, Checkpoint]:
+        """Return the trainer that attached last, and the newest checkpoint.
+
+        The manager may not have applied the checkpoint's report yet.
 
         Raises:
-            Problem: it has another epoch.
+            Problem: the trainer has another epoch.
 
         """
-        text = await self.bus.hash_get(names.external_trainer(self.record.id), _TRAINER)
+        fields = [_TRAINER, _RELEASED, _COVERED]
+        text, released, covered = await self.bus.hash_some(names.external_trainer(self.record.id), fields)
         found = ExternalTrainer.model_validate_json(text) if text else None
         if found is None or found.epoch != epoch:
             raise self.superseded(epoch)
-        return found
+        step = max(self.record.checkpointed_step, int(covered or 0))
+        return found, Checkpoint(step=step, cursor=released or START)
 
-    async def checkpoint(self) -> Checkpoint:
-        """Return the newest checkpoint, whose report the manager may not have applied yet."""
-        released, covered = await self.bus.hash_some(names.external_trainer(self.record.id), [_RELEASED, _COVERED])
-        return Checkpoint(step=max(self.record.checkpointed_step, int(covered or 0)), cursor=released or START)
+    async def trainer(self, epoch: int) -> ExternalTrainer:
+        """Return the trainer that attached last; raises what `state` raises."""
+        return (await self.state(epoch))[0]
 
     async def write(self, trainer: ExternalTrainer, ops: Sequence[Op] = ()) -> None:
         """Renew the trainer's lease and apply its operations, in one transaction; a job that was left alone runs again.
@@ -330,12 +333,13 @@ async def attach(job: ExternalJob, body: AttachBody, manager: TheManager, settin
     is_paused = record.newest_control == "pause"
     stored = HashSet(names.external_trainer(record.id), {_TRAINER: trainer.model_dump_json()})
     await job.write(trainer, [stored, trainer.report(record, "paused" if is_paused else "running")])
+    _, checkpoint = await job.state(trainer.epoch)
     return {
         "epoch": trainer.epoch,
         "version": manager.world.jobs.committed_version(record.id),
         "step": record.step,
         "spec": json.loads(to_json(record.spec)),
-        "checkpoint": (await job.checkpoint()).model_dump(),
+        "checkpoint": checkpoint.model_dump(),
         **_publishing(record, trainer, settings),
     }
 
@@ -399,13 +403,12 @@ async def request_groups(job: ExternalJob, request: Request, manager: TheManager
     """
     body = await _parsed(request, GroupsBody)
     record = job.record
-    trainer = await job.trainer(body.epoch)
+    trainer, checkpoint = await job.state(body.epoch)
     if record.newest_control == "pause" and record.state == "paused":
         detail = f"job {record.id} is paused: 'rlboost resume {record.id}' or POST /v1/jobs/{record.id}/resume"
         raise Problem(409, "Paused", detail)
     newest = await _committed(manager, record, max(group.version or 0 for group in body.groups))
-    covered = (await job.checkpoint()).step
-    requests = [_request(record, group, newest, covered) for group in body.groups]
+    requests = [_request(record, group, newest, checkpoint.step) for group in body.groups]
     ops: list[Op] = [HashSet(names.external_groups(record.id), await _new_digests(job, body.groups))]
     await job.write(trainer, [*ops, *(Append(names.rollouts_requested(record.id), each) for each in requests)])
     return {"accepted": len(requests), "version": newest}
@@ -476,8 +479,8 @@ async def finished(
 ) -> Response:
     """Return finished samples after a cursor, waiting for the first: as JSON, or as columns in msgpack by `Accept`."""
     record, bus = job
-    trainer = await job.trainer(epoch)
-    released = (await job.checkpoint()).cursor
+    trainer, checkpoint = await job.state(epoch)
+    released = checkpoint.cursor
     if START != after_cursor != released and position(after_cursor) < position(released):
         detail = f"samples up to {released} were released by a checkpoint: read on from there"
         raise Problem(409, "Released", detail)
@@ -530,7 +533,7 @@ def _as_json(answer: dict[str, Any]) -> bytes:
 @ROUTES("POST", "/jobs/{job_id}/steps", "trainer", "external", status_code=202, responses=_ERRORS)
 async def complete_step(job: ExternalJob, body: StepBody) -> dict[str, Any]:
     """Report a step as complete, with its metrics; a checkpoint releases the samples before it."""
-    trainer = await job.trainer(body.epoch)
+    trainer, before = await job.state(body.epoch)
     record, checkpoint = job.record, body.checkpoint
     report = StepReport(
         job_id=record.id,
@@ -542,16 +545,15 @@ async def complete_step(job: ExternalJob, body: StepBody) -> dict[str, Any]:
     )
     ops: list[Op] = [Append(names.JOB_REPORTS, report)]
     if checkpoint:
-        ops += await _release(job, checkpoint)
+        ops += await _release(job, before, checkpoint)
     await job.write(trainer, ops)
     return {"step": body.step}
 
 
-async def _release(job: HeldJob, checkpoint: Checkpoint) -> list[Op]:
-    """Return what removes the samples and requests that a checkpoint covers; nothing that is released comes back."""
+async def _release(job: HeldJob, before: Checkpoint, checkpoint: Checkpoint) -> list[Op]:
+    """Return what removes the samples and requests that a checkpoint covers; what one before covers stays released."""
     if position(checkpoint.cursor)[0] / 1000 > time.time() + FUTURE_S:
         raise Problem(422, "Invalid cursor", f"checkpoint.cursor: no answer of `finished` had {checkpoint.cursor}")
-    before = await job.checkpoint()
     cursor = max(checkpoint.cursor, before.cursor, key=position)
     step = max(checkpoint.step, before.step)
     groups = await job.bus.hash_all(names.external_groups(job.record.id))

@@ -212,4 +212,4 @@ async def test_checkpoint_counts_before_the_manager_has_applied_its_report(world
     checkpoint = external.Checkpoint(step=3, cursor="5-0")
     for step, covers in ((2, checkpoint), (3, None), (4, external.Checkpoint(step=1, cursor="4-0"))):
         await external.complete_step(held, external.StepBody(epoch=1, step=step, checkpoint=covers))
-        assert (record.checkpointed_step, await held.checkpoint()) == (0, checkpoint)
+        assert (record.checkpointed_step, await held.state(1)) == (0, (attached, checkpoint))
