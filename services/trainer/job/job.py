@@ -117,6 +117,13 @@ class RetryingBus:
         await self.retry(lambda bus: bus.transact(ops))
 
 
+async def job_record(bus: RetryingBus, job_id: str) -> dict[str, Any] | None:
+    """Return the manager's record of a job; None if there is no such job."""
+    text = await bus.retry(lambda raw: raw.hash_get(names.JOBS, job_id))
+    record: dict[str, Any] | None = None if text is None else json.loads(text)
+    return record
+
+
 # --- The job ----------------------------------------------------------------------------------------------------------
 
 

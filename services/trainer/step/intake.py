@@ -167,9 +167,10 @@ class StepIntake:
 
     def ask_teacher(self) -> None:
         """Have the samples of training groups that are new scored by a teacher that workers serve."""
+        arrived = self.groups.take_arrived()  # without a teacher too, so that no dropped sample is held
         if self._teacher is None:
             return
-        for sample, conversation in self.groups.take_arrived():
+        for sample, conversation in arrived:
             planned = self._planned[group_of(sample.sample)]
             prompt = self.turns.prompt_of(planned.id)
             whole = Row(prompt, sample.tokens, b"", sample.logprobs)

@@ -14,7 +14,6 @@ Ends when: the job does; a completion has a verdict or its log-probabilities, it
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import structlog
 from rlboost.services.trainer.domain.conversations import Row
 from rlboost.services.trainer.domain.groups import WholeGroup
 from rlboost.services.trainer.domain.plan import OtherModelIds, PlannedGroup
-from rlboost.services.trainer.job.job import Job
+from rlboost.services.trainer.job.job import Job, job_record
 from rlboost.services.trainer.ports.samples import RewardBatch, Verdict
 from rlboost.services.trainer.ports.storage import ChatTokenizer, OtherModel
 from rlboost.shared.errors import ConfigError, Fatal, WaitTimedOut
@@ -84,11 +83,10 @@ class OtherModels:
             return None
         for name in dict.fromkeys(filter(None, asked)):
             job_id = job.resources.models[name].job_id
-            record = await job.bus.retry(lambda bus: bus.hash_get(names.JOBS, job_id))  # noqa: B023 - awaited at once
-            if record is None:
+            if (record := await job_record(job.bus, job_id)) is None:
                 what = "teacher" if name == spec.served_teacher else "judge"
                 raise Fatal(f"there is no job {job_id}, which serves the {what}: create the job again")
-            serving[job_id] = int(json.loads(record)["no"])
+            serving[job_id] = int(record["no"])
         questions, ids = Questions(job, serving), OtherModelIds.of(spec, job.resources.data.n_evaluation)
         judges = Judges(job, questions, ids) if spec.judges else None
         return cls(questions, judges, Teacher(job, questions, ids) if spec.served_teacher else None)

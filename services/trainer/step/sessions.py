@@ -34,7 +34,7 @@ from typing import Any, Literal, NamedTuple
 from rlboost.services.trainer.domain.conversations import StepTurnIds
 from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.domain.sessions import Session, SessionCollector
-from rlboost.services.trainer.job.job import Job
+from rlboost.services.trainer.job.job import Job, job_record
 from rlboost.services.trainer.ports.samples import EnvironmentFault
 from rlboost.services.trainer.step.turns import check_budget, columns_of, report_lost, request_of
 from rlboost.shared.errors import Fatal, WaitTimedOut
@@ -99,10 +99,9 @@ async def other_policies(job: Job) -> list[OtherPolicy]:
         named[""] = spec.agent.leader
     found = []
     for name, job_id in named.items():
-        record = await job.bus.retry(lambda bus: bus.hash_get(names.JOBS, job_id))  # noqa: B023 - awaited at once
-        if record is None:
+        if (record := await job_record(job.bus, job_id)) is None:
             raise Fatal(f"there is no job {job_id}, whose sessions are those of this one: create the job again")
-        found.append(OtherPolicy(name, job_id, int(json.loads(record)["no"])))
+        found.append(OtherPolicy(name, job_id, int(record["no"])))
     return found
 
 
@@ -116,8 +115,7 @@ async def watch_policies(job: Job, others: Sequence[OtherPolicy]) -> None:
     while others:
         await asyncio.sleep(_POLICIES_EVERY_S)
         for other in others:
-            text = await job.bus.retry(lambda bus: bus.hash_get(names.JOBS, other.job_id))  # noqa: B023 - awaited at once
-            record = json.loads(text or "{}")
+            record = await job_record(job.bus, other.job_id) or {}
             if record.get("state") in {"failed", "cancelled"} and not job.cancelled.is_set():
                 raise Fatal(f"job {other.job_id}, which learns with this one, {record['state']}: {record.get('error')}")
 
