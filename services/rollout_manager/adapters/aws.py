@@ -151,27 +151,27 @@ class Aws:
     def _scale(self, kind: str, workers: int, hosts: Collection[str]) -> None:
         machine = self._machines[kind]
         needed = math.ceil(workers / machine.workers)
-        known = self._find(kind, machine)
+        known = self._find(kind)
         used = {one for one, found in known.items() if found.is_living and not found.names.isdisjoint(hosts)}
         # Those without a worker end first.
         order = sorted(known, key=lambda one: (one not in used, known[one].launched_at))
         living = [one for one in order if known[one].is_living]
         now = self._clock()
         before = self._idle_since[kind]
-        # With hosts of which none is a machine's, it is unknown which machine has workers.
+        # If no host is a machine's, it is unknown which machine has workers.
         idle = [one for one in living if one not in used] if used or not hosts else []
         self._idle_since[kind] = since = {one: before.get(one, now) for one in idle}
         if lost := [one for one in idle if now - since[one] >= AWS_IDLE_S]:
-            self._call(kind, machine, "terminate_instances", InstanceIds=lost)
+            self._call(kind, "terminate_instances", InstanceIds=lost)
             living = [one for one in living if one not in lost]
         if len(living) <= needed:
             self._excess_since.pop(kind, None)
         if len(living) < needed:
-            self._launch(kind, machine, needed - len(living), known, len(living))
+            self._launch(kind, needed - len(living), known, len(living))
         elif len(living) > needed and now - self._excess_since.setdefault(kind, now) >= self._excess_s:
-            self._call(kind, machine, "terminate_instances", InstanceIds=living[needed:])
+            self._call(kind, "terminate_instances", InstanceIds=living[needed:])
 
-    def _find(self, kind: str, machine: AwsMachine) -> dict[str, _Machine]:
+    def _find(self, kind: str) -> dict[str, _Machine]:
         """Return the machines of a kind by id; AWS lists ended ones for an hour."""
         filters = [
             {"Name": f"tag:{SYSTEM_TAG}", "Values": [self._system]},
@@ -180,7 +180,7 @@ class Aws:
         found: dict[str, _Machine] = {}
         token: dict[str, str] = {}
         while True:
-            page = self._call(kind, machine, "describe_instances", Filters=filters, MaxResults=1000, **token)
+            page = self._call(kind, "describe_instances", Filters=filters, MaxResults=1000, **token)
             for one in (one for reservation in page["Reservations"] for one in reservation["Instances"]):
                 is_living = one["State"]["Name"] in {"pending", "running"}
                 names = frozenset({one["InstanceId"], one.get("PrivateDnsName", "").partition(".")[0]} - {""})
@@ -194,7 +194,8 @@ class Aws:
                 del launched[one]
         return found | dict.fromkeys(launched, _Machine())
 
-    def _launch(self, kind: str, machine: AwsMachine, n: int, known: Mapping[str, object], n_living: int) -> None:
+    def _launch(self, kind: str, n: int, known: Mapping[str, object], n_living: int) -> None:
+        machine = self._machines[kind]
         tags = {SYSTEM_TAG: self._system, KIND_TAG: kind, "Name": f"{self._system} {kind}"}
         is_id = machine.launch_template.startswith("lt-")
         place: dict[str, Any] = {"SubnetId": machine.subnet} if machine.subnet else {}
@@ -204,7 +205,6 @@ class Aws:
         identity = [self._system, kind, str(self._wall() // 3600), str(self._answered[kind]), *sorted(known)]
         answer = self._call(
             kind,
-            machine,
             "run_instances",
             n_living,
             MinCount=1,
@@ -237,7 +237,6 @@ class Aws:
         machine = self._machines[kind]
         answer = self._call(
             kind,
-            machine,
             "describe_spot_price_history",
             InstanceTypes=[machine.instance_type],
             ProductDescriptions=["Linux/UNIX"],
@@ -252,14 +251,11 @@ class Aws:
         newest = max(answer["SpotPriceHistory"], key=lambda one: one["Timestamp"])
         return float(newest["SpotPrice"]) / machine.workers
 
-    def _call(
-        self, kind: str, machine: AwsMachine, operation: str, n_living: int | None = None, /, **fields: Any
-    ) -> Any:
+    def _call(self, kind: str, operation: str, n_living: int | None = None, /, **fields: Any) -> Any:
         """Return AWS's answer.
 
         Args:
             kind: whose machines it is about.
-            machine: has the region.
             operation: a method of boto3's client.
             n_living: machines that a failed launch leaves; None: it is no launch.
             fields: its arguments.
@@ -270,6 +266,7 @@ class Aws:
         """
         from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - an optional library
 
+        machine = self._machines[kind]
         workers = None if n_living is None else n_living * machine.workers
         try:
             return getattr(self._client(machine.region), operation)(**fields)
