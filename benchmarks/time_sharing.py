@@ -3,7 +3,7 @@
     python -m benchmarks.time_sharing [--steps 12] [--workers 2] [--repeat 1]
 
 Redis, manager, weight store, trainers and workers are real processes on this machine; the trainers' device and the
-workers' are emulated (`benchmarks.support.emulated`). Each job trains Countdown in steps of which generation and
+workers' are emulated (`benchmarks.support.emulated`). Each job trains Countdown, and in each step generation and
 training take about as long. `makespan_s` is from the first submission to the end of the last job.
 
 - `one after the other`: the second job is submitted when the first has ended; the same system and fleet.

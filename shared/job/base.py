@@ -76,7 +76,7 @@ class ServiceJob(BaseJob):
 
     @property
     def served_teacher(self) -> str:
-        """Return the name of a teacher that workers serve; empty if it is none of `models`."""
+        """Return the name of a teacher that workers serve; empty if workers serve none."""
         return ""
 
     @property

@@ -103,8 +103,8 @@ class TrainerSpec(Section):
     """Number of consecutive replicas that share the experts of a mixture. Must divide `data_parallel` and the number of
     experts. Only `megatron`."""
     nodes: int = Field(1, ge=1)
-    """Number of machines that the processes are divided over, each of which runs `rlboost trainer join`. 1 is the
-    trainer's own machine."""
+    """Number of machines that the processes are divided over; each runs `rlboost trainer join`. 1 is the trainer's own
+    machine."""
     min_nodes: int = Field(0, ge=0)
     """Number of machines that suffice when others are lost; the job then resumes with fewer replicas. 0 requires all
     `nodes`."""

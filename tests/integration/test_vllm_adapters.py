@@ -198,7 +198,7 @@ async def test_adapter_that_cannot_be_held_is_refused_with_the_reason(shared: Sh
 
     assert refusal(rank=17) == "its rank 17 is above RLBOOST_WORKER_MAX_ADAPTER_RANK, 16"
     assert refusal(rank=2, targets=("q_proj", "embed_tokens")) == (
-        "model.embed_tokens.weight is none of the layers that vllm workers adapt: q_proj, k_proj, v_proj, o_proj, "
+        "model.embed_tokens.weight is not a layer that vllm workers adapt: q_proj, k_proj, v_proj, o_proj, "
         "gate_proj, up_proj, down_proj"
     )
     assert refusal(rank=16) == ""

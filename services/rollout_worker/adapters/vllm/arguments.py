@@ -97,7 +97,7 @@ def adapter_refusal(adapter: StagedAdapter, max_rank: int) -> str:
     if adapter.rank > max_rank:
         return f"its rank {adapter.rank} is above RLBOOST_WORKER_MAX_ADAPTER_RANK, {max_rank}"
     others = sorted(name for name in adapter.targets if name.removesuffix(".weight").rpartition(".")[2] not in _ADAPTED)
-    return f"{others[0]} is none of the layers that vllm workers adapt: {', '.join(_ADAPTED)}" if others else ""
+    return f"{others[0]} is not a layer that vllm workers adapt: {', '.join(_ADAPTED)}" if others else ""
 
 
 def write_adapter(adapter: StagedAdapter, folder: Path) -> None:
