@@ -36,12 +36,12 @@ from rlboost.services.rollout_manager.fleet_loops import FleetScaler
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.session_offers import SessionOffers
 from rlboost.services.rollout_manager.settings import Settings
+from rlboost.shared.http.access import signed
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import GUARDED_ERRORS, Problem, Responses, problems
 from rlboost.shared.http.server import ErrorFormat, create_app
 from rlboost.shared.ids import MAX_JOBS, new_token
 from rlboost.shared.job.base import ServedJob, served_id, served_jobs
-from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import AnyJob, InvalidJob, RlJob, parse_any, policy_jobs
 from rlboost.shared.job.spec import to_json as spec_to_json
 from rlboost.shared.messages import JobCommand
