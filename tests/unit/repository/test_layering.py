@@ -32,7 +32,6 @@ PURE_SHARED = {
     "shared.messages",
     "shared.messages.codec",
     "shared.messages.command_digest",
-    "shared.model.parity_reference",
     "shared.model.tool_calls",
     "shared.streams",  # names
     "shared.streams.bus",
