@@ -207,12 +207,14 @@ def test_config_check_reads_images_and_names_what_does_not_see_them(model: Path)
     row = {"prompt": asks({"type": "image"}, "which"), "images": ["a.png"]}
     assert problems(model, row) == []
     assert problems(model, row, trainer={"data_parallel": 2, "freeze_vision_tower": True}) == []
+    adapter = {"elastic": {"weights": "lora"}, "lora": {"rank": 2}}
+    assert problems(model, row, **adapter) == []
+    assert "no layer 'qkv'" in "".join(problems(model, row, **{**adapter, "lora": {"targets": ["qkv"]}}))
     assert "there is no file c.png" in "".join(problems(model, {**row, "images": ["c.png"]}))
     refused: dict[str, dict[str, Any]] = {
         "trainer.context_parallel": {"trainer": {"context_parallel": 2}},
         "trainer.compile": {"trainer": {"compile": True}},
         "trainer.backend": {"trainer": {"backend": "megatron"}},
-        "elastic.weights": {"elastic": {"weights": "lora"}, "lora": {}},
         "algorithm.critic": {"algorithm": {"name": "ppo"}},
     }
     for key, more in refused.items():
