@@ -17,8 +17,8 @@ from rlboost.services.trainer.domain.advantages import (
     group_advantages,
     leave_one_out,
 )
+from rlboost.services.trainer.domain.loss.policy import divisor, factor, k1, k2, k3, masked, truncated
 from rlboost.services.trainer.domain.loss.sums import add
-from rlboost.services.trainer.domain.loss.terms import divisor, factor, k1, k2, k3, masked, truncated
 from rlboost.services.trainer.domain.rewards import overlong_penalty
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import GROUPLESS, PRESETS, Aggregation, AlgorithmSpec, CriticSpec
