@@ -13,7 +13,8 @@ from functools import partial
 
 from rlboost.services.trainer.domain import plan
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant, pack, select
-from rlboost.services.trainer.domain.loss import preference, reward_model, sums
+from rlboost.services.trainer.domain.loss import preference, reward_model
+from rlboost.services.trainer.domain.loss.function import add_sums
 from rlboost.services.trainer.domain.offline import OfflineStep, perplexity
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.engine import NotFinite
@@ -50,7 +51,7 @@ async def train_step(job: Job, spec: OfflineJob, step: int) -> dict[str, float]:
             rows, numbers = await _weighted(job, spec, examples, rows)
         for batch in select(rows, pack(rows, spec.trainer.micro_batch_tokens)):
             # One call per micro-batch: a cancelled job waits for one only.
-            sums.add(numbers, await device.compute(partial(engine.accumulate, [batch], resources.loss)))
+            add_sums(numbers, await device.compute(partial(engine.accumulate, [batch], resources.loss)))
         norm = await device.compute(partial(engine.step, rate))
     except NotFinite as error:
         path = await device.run(partial(resources.folder.dump_batch, f"not-finite-step-{step}.jsonl", rows))

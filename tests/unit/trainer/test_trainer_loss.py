@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlboost.services.trainer.domain.loss.inputs import TokenBatch
+from rlboost.services.trainer.domain.loss.function import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss, accepted, engine_ratios, job_loss
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import PRESETS, RejectionLevel, RejectionSpec

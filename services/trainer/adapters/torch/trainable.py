@@ -46,7 +46,7 @@ class Balancing(NamedTuple):
 
     coefficient: float = 0.0
     aggregation: Aggregation = "token_mean"
-    """See `domain.loss.terms`."""
+    """See `domain.loss.policy`."""
 
     def factor(self, rows: MicroBatch) -> float:
         """Return the factor of a micro-batch's load-balancing loss."""

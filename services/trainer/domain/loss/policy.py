@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlboost.services.trainer.domain.loss.inputs import LossFn, TokenBatch, TokenLoss
-from rlboost.services.trainer.domain.loss.sums import MAX_PREFIX, MISMATCH
+from rlboost.services.trainer.domain.loss.function import MAX_PREFIX, MISMATCH, LossFn, TokenBatch, TokenLoss
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import (
     Aggregation,

@@ -124,7 +124,7 @@ def weighted(
 
 
 def pair_sums(logprobs: PairLogprobs, judged: PairLosses, spec: PreferenceSpec) -> dict[str, float]:
-    """Return the sums of these pairs for `sums.add`; `loss` counts each pair's loss once per completion."""
+    """Return the sums of these pairs for `add_sums`; `loss` counts each pair's loss once per completion."""
     rewards = spec.beta * (logprobs.trained - logprobs.reference)
     margins = _difference(rewards)
     return {
