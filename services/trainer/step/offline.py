@@ -13,7 +13,7 @@ from functools import partial
 
 from rlboost.services.trainer.domain import plan
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant, pack, select
-from rlboost.services.trainer.domain.loss import preference, reward_model
+from rlboost.services.trainer.domain.loss import preference
 from rlboost.services.trainer.domain.loss.function import add_sums
 from rlboost.services.trainer.domain.offline import OfflineStep, perplexity
 from rlboost.services.trainer.job.job import Job
@@ -78,7 +78,7 @@ async def _evaluate(job: Job, spec: OfflineJob, examples: Sequence[Prompt]) -> d
     rows = _rows(spec, examples)
     if isinstance(spec, DpoJob | RewardJob):
         _, found = await _weighted(job, spec, examples, rows)
-        means = preference.pair_metrics(found) | reward_model.score_metrics(found)
+        means = preference.pair_metrics(found) | preference.score_metrics(found)
         shown = {name: means[name] for name in _HELD_OUT[spec.kind] if name in means}
         return {"loss": found["loss"] / len(rows), **shown}
     columns = [floats(column) for column in await _columns(job, rows, job.resources.engine.logprobs)]
@@ -94,9 +94,9 @@ async def _weighted(
     trained = await _columns(job, rows, engine.logprobs)
     if isinstance(spec, RewardJob):
         if not examples[0].rejected:
-            return reward_model.weighted_labels(rows, trained, [example.columns[LABEL] for example in examples])
+            return preference.weighted_labels(rows, trained, [example.columns[LABEL] for example in examples])
         margins = [example.columns.get(MARGIN, 0.0) for example in examples]
-        return reward_model.weighted(rows, trained, margins, spec.algorithm.center_rewards_coefficient)
+        return preference.weighted_scores(rows, trained, margins, spec.algorithm.center_rewards_coefficient)
     reference = await _columns(job, rows, engine.reference_logprobs)
     return preference.weighted(rows, trained, reference, spec.algorithm.preference)
 
