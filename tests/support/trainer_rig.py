@@ -12,7 +12,7 @@ from typing import Any
 
 from rlboost.services.trainer.app import Limits, Timing, Trainer
 from rlboost.services.trainer.domain.batches import TrainingRow
-from rlboost.services.trainer.domain.loss.inputs import LossFn
+from rlboost.services.trainer.domain.loss.function import LossFn
 from rlboost.services.trainer.fakes import FakeEngine, FakeRewards, MemoryCheckpoints, MemoryFolder, MemoryWeights
 from rlboost.services.trainer.job.job import LEASE_TTL_S, DeviceThread, Job, RetryingBus
 from rlboost.services.trainer.ports.samples import Data, Prompt, RewardBatch, Scores

@@ -407,7 +407,7 @@ def with_scores(model: Any) -> None:
 
 
 def summed_value_loss(rows: Sequence[TrainingRow], values: Tensor, spec: CriticSpec) -> tuple[Tensor, dict[str, float]]:
-    """Return the sum of the losses of a micro-batch's values, and its metrics, for `sums.add`.
+    """Return the sum of the losses of a micro-batch's values, and its metrics, for `add_sums`.
 
     The metrics are `value_loss` and `value_clipped`, the number of clipped tokens.
 
