@@ -81,6 +81,11 @@ a fall."""
 KL_NATS = 1.0
 """KL to the starting weights, per token. At 1 nat an average token is e times as likely as in the starting model; runs
 that stay usable are below about 0.1."""
+MISMATCH_KL = 0.01
+"""KL of the engine's to the trainer's distribution, per token, with the same weights. A mixture of experts without router
+replay had 0.0025 here, an engine of the trainer's precision less."""
+STALE_MISMATCH_KL = 0.1
+"""The same where tokens are of older weights: the updates since then add to it."""
 EXPECTED_REWARDS = 10.0
 """Rewarded completions that an earlier, or the training, reward leads to expect. If nothing had changed, seeing none of
 ten would have a probability of about e^-10."""
@@ -373,6 +378,24 @@ def kl_exploded(history: History, job: JobFacts) -> Finding | None:
     )
 
 
+def engine_differs(history: History, _: JobFacts) -> Finding | None:
+    """Return a finding if the engine samples from another distribution than the one that is trained."""
+    mismatch, staleness = history.window("mismatch_kl"), history.window("off_policy/staleness_max")
+    limit = STALE_MISMATCH_KL if any(staleness) else MISMATCH_KL
+    if not mismatch or min(mismatch) <= limit:
+        return None
+    began = _mean([row.get("mismatch_kl", 0.0) for row in history.first])
+    return Finding(
+        "engine_differs",
+        f"mismatch_kl, the KL of the workers' to the trainer's distribution, is {mismatch[-1]:.3g} nats per token, and "
+        f"was above {limit:g} in each of the last {WINDOW_STEPS} steps ({began:.3g} in the first)",
+        "workers compute in a lower precision than the trainer (quantized weights or KV cache, another dtype), or a "
+        "mixture of experts routes differently there" + (", or tokens are of much older weights" * any(staleness)),
+        "keep algorithm.tis_cap, set RLBOOST_WORKER_DTYPE to trainer.dtype without quantization, use "
+        "trainer.router_replay with experts" + (", lower elastic.max_staleness" * any(staleness)),
+    )
+
+
 def gradient_zero(history: History, _: JobFacts) -> Finding | None:
     """Return a finding if tokens were trained while the weights cannot have changed."""
     norms, tokens = history.window("grad_norm"), history.window("tokens/trained")
@@ -463,6 +486,7 @@ RULES: Sequence[Rule] = (
     entropy_collapsed,
     reward_fell,
     kl_exploded,
+    engine_differs,
     gradient_zero,
     eval_reward_zero,
     nothing_passes,
