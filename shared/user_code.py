@@ -230,13 +230,11 @@ def _is_operators_program(program: Path) -> bool:
     Programs of installed packages run any other: `torchrun --no-python /bin/sh`.
     """
     for folder in {one.resolve() for one in _operators()}:
-        if not program.is_relative_to(folder):
-            continue
-        inner = program.relative_to(folder)
-        parents = [folder / parent for parent in inner.parents]
-        is_hidden = any(part.startswith(".") for part in inner.parts)
-        if not is_hidden and not any((parent / "pyvenv.cfg").is_file() for parent in parents):
-            return not _is_below(program, _installed() | _ours())
+        if program.is_relative_to(folder):
+            inner = program.relative_to(folder)
+            environments = [folder / parent / mark for parent in inner.parents for mark in ("pyvenv.cfg", "conda-meta")]
+            if not any(part.startswith(".") for part in inner.parts) and not any(map(Path.exists, environments)):
+                return not _is_below(program, _installed() | _ours())
     return False
 
 
