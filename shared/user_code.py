@@ -217,7 +217,7 @@ def _check_program(command: Any) -> None:
     if not _is_operators_program(program.resolve()) or not program.is_file():
         raise ForbiddenFunction(
             f"command: {command[0]} is no file in the folder in which the trainer was started, or in a folder of "
-            "PYTHONPATH, or is hidden or of an installed package: name a script, as ./agent.sh, which may start any other"
+            "PYTHONPATH, or is hidden or of an installed package: name a script, as ./agent.sh, which may start others"
         )
     if not os.access(program, os.X_OK):
         raise ForbiddenFunction(f"command: {command[0]} cannot be executed: run chmod +x on it")
