@@ -331,7 +331,9 @@ class PromptTokenizer:
         )
 
     def encode_after(self, before: str, text: str) -> list[int]:
-        """Return the token ids of a text that follows another, without the space that some tokenizers add to a start.
+        """Return the token ids of a text that follows another.
+
+        They lack the space that some tokenizers add to a start, and white space that a special token before it takes.
 
         Raises:
             ConfigError: it cannot be tokenized.
@@ -340,7 +342,7 @@ class PromptTokenizer:
         if not text:
             return []
         alone = self._encode(text)
-        if not self._adds_space:
+        if not self._needs_context:
             return alone
         for context in (before, *_SENTINELS):
             ids = self._encode(context) if context else []
@@ -352,8 +354,14 @@ class PromptTokenizer:
     # --- tokens ---
 
     @cached_property
-    def _adds_space(self) -> bool:
-        """True if a text that stands alone gets other tokens than the same text after a line break."""
+    def _needs_context(self) -> bool:
+        """True if a text may get other tokens after another text than alone.
+
+        Tokenizers add a space to a start, or special tokens take the white space next to them, as Phi-3's do.
+        """
+        special = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        if any(one.rstrip or one.lstrip for one in special):
+            return True
         try:
             before, whole, alone = self._encode("\n"), self._encode("\na"), self._encode("a")
         except ConfigError:
