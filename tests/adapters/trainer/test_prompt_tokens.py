@@ -13,6 +13,7 @@ from tests.support.chat_tokenizers import (
     BEGIN,
     CHAT,
     END,
+    LLAMA_2,
     TEMPLATES,
     TOKENIZERS,
     byte_tokenizer,
@@ -163,6 +164,23 @@ def test_white_space_next_to_a_special_token_is_tokenized_as_by_transformers(sid
     end = tokenizer.eos_token_id
     text = tokens.text_observation(end, "\nmore")
     assert [end, *text] == tokenizer("<|end|>\nmore", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "expected"),
+    [
+        (TEMPLATES["qwen2_5"], "<|endoftext|>", "<|im_end|>"),  # as of the base model
+        (TEMPLATES["qwen2_5"], "<|im_end|>", ""),
+        (TEMPLATES["glm4moe"], "<|endoftext|>", ""),  # no token ends a turn
+        (LLAMA_2.replace("{{ eos_token }}", "<|user|>").replace("[INST]", "<|user|>"), "<|endoftext|>", ""),
+        ("{{ raise_exception('no') }}", "<|endoftext|>", ""),
+        (None, "<|endoftext|>", ""),
+    ],
+)
+def test_special_token_that_ends_turns_and_no_completion_is_found(template: str, end: str, expected: str) -> None:
+    tokenizer = byte_tokenizer(template, end)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|user|>"]})
+    assert prompt_tokenizer(tokenizer).unended_turn == expected
 
 
 def test_special_token_of_a_template_that_the_tokenizer_lacks_is_found() -> None:
