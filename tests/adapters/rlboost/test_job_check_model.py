@@ -158,7 +158,9 @@ def test_special_token_that_the_tokenizer_lacks_is_noted(monkeypatch: pytest.Mon
 
 def test_prompts_with_answers_and_turns_that_no_completion_ends_are_warned_of(folder: Path) -> None:
     """Rows for fine-tuning as prompts, and a chat template with an end of turn that is none of the end tokens."""
-    with_chat_template(folder / "base", "{% for m in messages %}t3 {{ m.content }} <pad> {% endfor %}t7")
+    turn = "{{ 't7' if m.role == 'assistant' else 't3' }} {{ m.content }} <pad>"
+    prompted = "{% if add_generation_prompt %}t7 {% endif %}"
+    with_chat_template(folder / "base", f"{{% for m in messages %}}{turn} {{% endfor %}}{prompted}")
     rows = [
         [{"role": "user", "content": "t5"}, {"role": "assistant", "content": "t6"}],
         [{"role": "user", "content": "t5"}],
@@ -171,13 +173,13 @@ def test_prompts_with_answers_and_turns_that_no_completion_ends_are_warned_of(fo
         assert not found.problems
         return list(found.advice)
 
-    turn, answers = advice(rows[0])
-    assert turn == (
+    unended, answers = advice(rows[0])
+    assert unended == (
         "model: its chat template ends a turn with '<pad>', at which completions do not end, so they run on: add "
         "its id to eos_token_id in the model's generation_config.json"
     )
     assert answers.startswith("data.train: every prompt ends with an assistant message, which the model continues: ")
-    assert advice(*rows) == [turn]
+    assert advice(*rows) == [unended]
     assert not advice("t5 t6")
     (folder / "base/generation_config.json").write_text('{"eos_token_id": [0, 2]}')
     assert advice(rows[0]) == [answers]
