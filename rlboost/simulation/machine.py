@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlboost.services.rollout_manager.domain.candidates import PREFILL_SPEEDUP
+from rlboost.services.rollout_manager.domain.placement import PREFILL_SPEEDUP
 
 ADMIT_UP_TO = 0.99
 """Share of the KV cache that an admission may fill, as with the watermark of vLLM V0."""

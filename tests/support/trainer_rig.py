@@ -17,7 +17,7 @@ from rlboost.services.trainer.fakes import FakeEngine, FakeRewards, MemoryCheckp
 from rlboost.services.trainer.job.job import LEASE_TTL_S, DeviceThread, Job, RetryingBus
 from rlboost.services.trainer.ports.samples import Data, Prompt, RewardBatch, Scores
 from rlboost.services.trainer.ports.storage import CheckpointStore, JobResources, TrainState
-from rlboost.shared.job.command_signature import signed
+from rlboost.shared.http.access import signed
 from rlboost.shared.job.spec import JobSpec, RlJob, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
 from rlboost.shared.process.waiting import Waits
