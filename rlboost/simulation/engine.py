@@ -18,7 +18,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from rlboost.simulation.machine import ADMIT_UP_TO, PLAIN, EngineSpec, Pass, passes
+from rlboost.simulation.scenario import ADMIT_UP_TO, PLAIN, EngineSpec, Pass, passes
 
 _EPSILON = 1e-6
 

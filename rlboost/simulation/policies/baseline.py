@@ -37,10 +37,9 @@ from rlboost.shared.messages import (
 from rlboost.shared.messages.token_rows import token_rows
 from rlboost.shared.wire import I32, U32, U64, pack
 from rlboost.simulation.environment import LEASE_S, generation_s
-from rlboost.simulation.job import JOB_ID, SimulatedJob
-from rlboost.simulation.machine import Machine
 from rlboost.simulation.policies import Policy
 from rlboost.simulation.policies.turn import Turn
+from rlboost.simulation.scenario import JOB_ID, Machine, SimulatedJob
 
 
 @dataclass(slots=True)

@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from rlboost.shared.messages import StepReport
-from rlboost.simulation.job import SimulatedJob
-from rlboost.simulation.machine import Machine, typical_kv
 from rlboost.simulation.policies import Policy
 from rlboost.simulation.policies.baseline import Baseline, Instance, Tracked
+from rlboost.simulation.scenario import Machine, SimulatedJob, typical_kv
 
 ETA = 3.0
 """Not printed; the released code divides by this."""

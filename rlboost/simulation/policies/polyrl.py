@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rlboost.shared.messages import FINISH_NONE, StepReport
-from rlboost.simulation.job import SimulatedJob
-from rlboost.simulation.machine import Machine
 from rlboost.simulation.policies import Policy
 from rlboost.simulation.policies.baseline import Baseline, Tracked
 from rlboost.simulation.policies.paper import ETA
+from rlboost.simulation.scenario import Machine, SimulatedJob
 
 POLL_S = 1.0
 GROUPS_PER_S = 4.0

@@ -15,13 +15,13 @@ from rlboost.shared.messages import GroupRequested, Sampling, StepReport
 from rlboost.simulation import POLICIES, EngineSpec, Lengths, Machine, Policy, SimulationResult, run
 from rlboost.simulation.engine import Engine, Held
 from rlboost.simulation.environment import Environment
-from rlboost.simulation.job import Group
 from rlboost.simulation.policies import ABLATIONS
 from rlboost.simulation.policies.paper import PaperManager, balance, select
 from rlboost.simulation.policies.polyrl import PolyRLManager
 from rlboost.simulation.policies.rlboost import DomainManager
 from rlboost.simulation.result import StepResult
 from rlboost.simulation.run import Simulation
+from rlboost.simulation.scenario import Group
 from rlboost.simulation.traces import FleetEvent, FleetTrace
 from tests.support.simulated import FULL_CACHES, JOB, MACHINE, STEADY, UNSTEADY, simulated
 
