@@ -13,8 +13,7 @@ from functools import partial
 from rlboost.shared.messages import Assign, Message
 from rlboost.simulation.environment import LATENCY_S, LEASE_S, Environment, generation_s
 from rlboost.simulation.policies import Policy
-from rlboost.simulation.policies.paper import PaperManager
-from rlboost.simulation.policies.polyrl import PolyRLManager
+from rlboost.simulation.policies.baselines import PaperManager, PolyRLManager
 from rlboost.simulation.policies.rlboost import DomainManager
 from rlboost.simulation.policies.turn import Manager
 from rlboost.simulation.result import Counters, InstanceResult, SimulationResult

@@ -15,8 +15,7 @@ from rlboost.shared.messages import GroupRequested, Sampling, StepReport
 from rlboost.simulation import POLICIES, EngineSpec, Lengths, Machine, Policy, SimulationResult, run
 from rlboost.simulation.environment import Environment
 from rlboost.simulation.policies import ABLATIONS
-from rlboost.simulation.policies.paper import PaperManager, balance, select
-from rlboost.simulation.policies.polyrl import PolyRLManager
+from rlboost.simulation.policies.baselines import PaperManager, PolyRLManager, balance, select
 from rlboost.simulation.policies.rlboost import DomainManager
 from rlboost.simulation.result import StepResult
 from rlboost.simulation.run import Simulation
