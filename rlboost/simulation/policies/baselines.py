@@ -55,8 +55,7 @@ from rlboost.shared.messages import (
 from rlboost.shared.messages.token_rows import token_rows
 from rlboost.shared.wire import I32, U32, U64, pack
 from rlboost.simulation.environment import LEASE_S, generation_s
-from rlboost.simulation.policies import Policy
-from rlboost.simulation.policies.turn import Turn
+from rlboost.simulation.policies import Policy, Turn
 from rlboost.simulation.scenario import JOB_ID, Machine, SimulatedJob, typical_kv
 
 # --- Bookkeeping of a manager, which both share -----------------------------------------------------------------------
