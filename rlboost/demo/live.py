@@ -11,7 +11,7 @@ from rich.live import Live
 
 from rlboost.demo.picture import NEWS_SHOWN, EventLine, EventLines, Picture, clock
 from rlboost.job_lines import step_line
-from rlboost.report.record import Record
+from rlboost.report import Record
 
 
 class View(Protocol):

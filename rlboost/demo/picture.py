@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlboost.report.record import JobEvent, Observation, ProcessEvent, Record, SeenWorker
+from rlboost.report import JobEvent, Observation, ProcessEvent, Record, SeenWorker
 from rlboost.shared.ids import worker_name
 from rlboost.shared.messages import ENDED
 from rlboost.terminal import STATE_STYLES, chart
