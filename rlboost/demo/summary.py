@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlboost.client import ServerEvent
-from rlboost.demo.picture import clock
+from rlboost.demo.live import clock
 from rlboost.job_lines import GONE, unix_s
 from rlboost.local.layout import n_cpus
 from rlboost.local.state import ProcessRecord
