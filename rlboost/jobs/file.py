@@ -1,17 +1,20 @@
-"""Job files: resolve one for submission (defaults filled in, validated, local paths absolute), or derive an evaluation."""
+"""Job files: resolve one for submission (defaults, validation, absolute local paths), or derive an evaluation job."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
 import yaml
+
 from rlboost.shared.data.rows import exists_locally
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job import spec as job_spec
-from collections.abc import Mapping
 from rlboost.shared.job.file import read_override
 from rlboost.shared.job.fleet import EvalSpec
+
 
 def resolved(file: str, raw: dict[str, Any]) -> dict[str, Any]:
     """Return the resolved job of a file; see `complete`.
