@@ -308,8 +308,8 @@ def memory(
 
 
 def _show_fit(model: str, tokens: int, *, as_json: bool) -> None:
+    from rlboost.jobs.hub import config_of  # noqa: PLC0415 - likewise
     from rlboost.jobs.memory import fit_of  # noqa: PLC0415 - keeps --help quick
-    from rlboost.jobs.model_path import config_of  # noqa: PLC0415 - likewise
 
     found = fit_of(config_of(model), tokens)
     if as_json:

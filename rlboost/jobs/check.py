@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlboost.jobs.device_check import Fit, fit
+from rlboost.jobs.hub import is_hub_id, nearest
 from rlboost.jobs.model_check import (
     DataFindings,
     MissingHere,
@@ -22,7 +23,6 @@ from rlboost.jobs.model_check import (
     n_parameters,
     path_warning,
 )
-from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.local.layout import DeviceSummary
 from rlboost.shared.data.examples import examples_of, labelled_of, margin_of, pair_of, prompt_of
 from rlboost.shared.data.images import split_images
