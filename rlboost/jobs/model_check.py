@@ -241,6 +241,7 @@ class DataFindings(NamedTuple):
     example: str = ""
     """The first prompt as the model sees it, and what follows it in training; empty if it is unknown."""
     notices: Sequence[str] = ()
+    advice: Sequence[str] = ()
     data: Data | None = None
     """The prompts, None if they cannot be tokenized here."""
 
@@ -281,7 +282,7 @@ def _load_data(spec: JobSpec) -> DataFindings:
     answers = () if first is None else (ints(first.completion), ints(first.rejected))
     what = "what is better" if spec.kind == "reward" else "what it is trained to answer"
     example = "" if first is None else _shown(data, ints(first.tokens), *answers, what=what)
-    return DataFindings(example=example, notices=notices, data=data)
+    return DataFindings(example=example, notices=notices, advice=data.advice, data=data)
 
 
 def check_environment(spec: JobSpec, data: Data | None) -> DataFindings:

@@ -163,7 +163,10 @@ async def create_job(
     settings: TheSettings,
     idempotency_key: Annotated[str | None, Header(max_length=IDEMPOTENCY_KEY_CHARACTERS)] = None,
 ) -> JSONResponse:
-    """Create a job from a job file as JSON; a repeated `Idempotency-Key` returns the same job."""
+    """Create a job from a job file as JSON; a repeated `Idempotency-Key` returns the same job.
+
+    Refused with 409 if that job has another file.
+    """
     spec = _validated(raw)
     for one in (spec, *policy_jobs("", spec).values()):
         _check_deadline(one, settings)
@@ -174,6 +177,9 @@ async def create_job(
         job_id = (await bus.lease_values([created]))[0] or job_id
     async with request.app.state.creating:  # two requests with one idempotency key may be concurrent
         known = manager.world.jobs.get(job_id)  # created by an earlier request with the same key
+        if known and known.record.is_file_readable and spec_to_json(known.record.spec) != spec_to_json(spec):
+            detail = f"this Idempotency-Key has created job {job_id} from another job file: use a new key"
+            raise Problem(409, "Another job file", detail)
         token = settings.token.get_secret_value()
         job = known.record if known else await _create(manager, bus, token, job_id, spec)
     return JSONResponse({"id": job.id, "state": job.state}, 201)

@@ -90,7 +90,7 @@ def test_shared_imports_no_service() -> None:
         assert not tops(imports(path)) & {"services", "rlboost", "examples", "recipes"}, path
 
 
-PUBLIC = {"loss.py": {"services.trainer.domain.loss.inputs"}}
+PUBLIC = {"loss.py": {"services.trainer.domain.loss.function"}}
 """Module of rlboost that users import -> what it exports from services."""
 
 
