@@ -28,8 +28,8 @@ from rlboost.services.trainer.ports.samples import EnvironmentFault
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.data.rows import Row, is_remote, names_of
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.base import missing_log_libraries
 from rlboost.shared.job.images import require_supported
-from rlboost.shared.job.log import missing_log_libraries
 from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import check_targets

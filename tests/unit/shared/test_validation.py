@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec, PreferenceSpec
-from rlboost.shared.job.log import MlflowSpec, SwanlabSpec, WandbSpec
+from rlboost.shared.job.base import MlflowSpec, SwanlabSpec, WandbSpec
 from rlboost.shared.job.other_trainers import NAMES, advice
 from rlboost.shared.job.reward import EnvironmentSpec, RewardPart
 from rlboost.shared.job.spec import RlJob, parse

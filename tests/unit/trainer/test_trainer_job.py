@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from rlboost.services.trainer.domain.batches import SequenceRow
-from rlboost.services.trainer.domain.loss.inputs import LossFn
+from rlboost.services.trainer.domain.loss.function import LossFn
 from rlboost.services.trainer.fakes import FakeEngine, FakeRewards
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError, Fatal
