@@ -16,11 +16,10 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from rlboost.services.trainer.domain.advantages import standard_deviation
+from rlboost.services.trainer.domain.advantages import all_equal, reaches, standard_deviation
 from rlboost.services.trainer.domain.groups import ScoredGroup
 from rlboost.services.trainer.domain.loss.function import routing_metrics
 from rlboost.services.trainer.domain.loss.preference import pair_metrics
-from rlboost.services.trainer.domain.rewards import all_equal, reaches
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.messages import EngineProfile
 from rlboost.shared.wire import I32, floats, length
