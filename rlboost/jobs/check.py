@@ -386,6 +386,7 @@ def _check(spec: JobSpec, on_part: Callable[[str], None], devices: DeviceSummary
         [
             *filter(None, [advice, _warm_up_advice(spec), _isolation_advice(spec), _nucleus_advice(spec)]),
             *fits.advice,
+            *data.advice,
             *some,
         ],
         [*_notices(spec.model), *data.notices],

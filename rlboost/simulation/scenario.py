@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from rlboost.services.rollout_manager.domain.candidates import PREFILL_SPEEDUP
+from rlboost.services.rollout_manager.domain.placement import PREFILL_SPEEDUP
 from rlboost.shared.ids import SampleId
 
 # --- The job: what a step generates and trains ------------------------------------------------------------------------
