@@ -291,7 +291,7 @@ class ConversationSpec(Section):
     workers: int = Field(1, ge=1, le=MAX_USER_PROCESSES)
     """Processes that run its code. At most 64, or 16 for each CPU."""
     concurrency: int = Field(1024, ge=1, le=MAX_CONCURRENCY)
-    """Conversations or sessions that one process serves at the same time. By default 64 for agents that are programs."""
+    """Conversations or sessions that one process serves at a time; by default 64 for agents that are programs."""
     replacements: int | None = Field(None, ge=0, le=MAX_GROUP_SIZE)
     """Conversations or sessions of each group that begin again in place of one that a fault ended: user code
     raised, took too long, or its process died. By default 2, or fewer if a step has too many turns for more."""
@@ -339,7 +339,7 @@ class AgentSpec(ConversationSpec):
     @model_validator(mode="before")
     @classmethod
     def _limit_programs(cls, given: Any) -> Any:
-        """A program takes far more memory than a coroutine."""
+        """Take fewer programs at a time: one takes far more memory than a coroutine."""
         if isinstance(given, dict) and given.get("function") == PROGRAM_AGENT:
             return {"concurrency": MAX_PROGRAMS, **given}
         return given
