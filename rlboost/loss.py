@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from rlboost.services.trainer.domain.loss.inputs import TokenBatch, TokenLoss
+from rlboost.services.trainer.domain.loss.function import TokenBatch, TokenLoss
 
 __all__ = ["TokenBatch", "TokenLoss"]

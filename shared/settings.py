@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from pydantic_settings import (
     EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
 from rlboost.shared.errors import ConfigError
@@ -42,7 +44,7 @@ def environment_without_settings(*kept: str) -> dict[str, str]:
 class ServiceSettings(BaseSettings):
     """The settings that all services have."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
     prefix: ClassVar[str] = PREFIX
 
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="URL of Redis")
@@ -148,6 +150,10 @@ def read(cls: type[S], args: list[str] | None = None) -> S:
     except ValidationError as error:
         lines = describe(error) if given is None else [_with_variable(cls, line, given) for line in describe(error)]
         raise ConfigError("settings: " + "; ".join(lines)) from error
+    except SettingsError as error:
+        found = re.search(r'field "(\w+)"', str(error))
+        what = f"{cls.prefix}{found[1]}".upper() if found else str(error)
+        raise ConfigError(f"settings: {what} should be JSON: correct its quotes and brackets") from error
 
 
 def check(cls: type[ServiceSettings], environment: Mapping[str, str]) -> None:

@@ -215,13 +215,27 @@ def _check_program(command: Any) -> None:
             f"command: {command!r} should be a list of texts: the program's file, then its arguments"
         )
     program = Path(command[0]).absolute()
-    if not _is_below(program.resolve(), _operators()) or not program.is_file():
+    if not _is_operators_program(program.resolve()) or not program.is_file():
         raise ForbiddenFunction(
             f"command: {command[0]} is no file in the folder in which the trainer was started, or in a folder of "
-            "PYTHONPATH: name such a script, as ./agent.sh, which may start any other program"
+            "PYTHONPATH, or is hidden or of an installed package: name a script, as ./agent.sh, which may start others"
         )
     if not os.access(program, os.X_OK):
         raise ForbiddenFunction(f"command: {command[0]} cannot be executed: run chmod +x on it")
+
+
+def _is_operators_program(program: Path) -> bool:
+    """Return True if a file, without links, is in a folder of the operator's, and not hidden or of a venv there.
+
+    Programs of installed packages run any other: `torchrun --no-python /bin/sh`.
+    """
+    for folder in {one.resolve() for one in _operators()}:
+        if program.is_relative_to(folder):
+            inner = program.relative_to(folder)
+            environments = [folder / parent / mark for parent in inner.parents for mark in ("pyvenv.cfg", "conda-meta")]
+            if not any(part.startswith(".") for part in inner.parts) and not any(map(Path.exists, environments)):
+                return not _is_below(program, _installed() | _ours())
+    return False
 
 
 def unisolated_is_allowed() -> bool:

@@ -54,8 +54,7 @@ def demo(  # noqa: PLR0913, PLR0917 - the options of a command
     from rlboost.demo.run import DemoOptions, record_file, run  # noqa: PLC0415 - keeps --help quick
     from rlboost.demo.summary import summary  # noqa: PLC0415 - likewise
     from rlboost.local.spec_file import initial_workers  # noqa: PLC0415 - likewise
-    from rlboost.report.page import report_of, write  # noqa: PLC0415 - likewise
-    from rlboost.report.record import checks  # noqa: PLC0415 - likewise
+    from rlboost.report import checks, report_of, write  # noqa: PLC0415 - likewise
     from rlboost.simulation.traces import trace_segment  # noqa: PLC0415 - likewise
 
     require_packages(*SERVICE_PACKAGES)

@@ -24,6 +24,8 @@ COLUMNS = ("images", "image")
 """Columns of images, as in TRL and verl: a list, or one."""
 _TEXT_MARK = "<image>"
 """The place of an image in the text of a message, as in verl."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""What Pillow decodes itself: for others, such as EPS, it starts programs of the machine."""
 _MOST_STRETCHED = 200
 """Ratio of an image's sides that the families allow."""
 
@@ -175,7 +177,7 @@ class ImageReader:
         except ImportError as error:
             raise ConfigError(f"images need Pillow: {pip_install('trainer')}") from error
         try:
-            image = given if isinstance(given, Image.Image) else Image.open(_source(given, folder))
+            image = given if isinstance(given, Image.Image) else Image.open(_source(given, folder), formats=_FORMATS)
             whole = _in_rgb(ImageOps.exif_transpose(image))
         except ConfigError:
             raise

@@ -20,6 +20,8 @@ Array = npt.NDArray[Any]
 
 FAMILIES = ("qwen3_vl",)
 """Values of `model_type` in `config.json`."""
+TOWER = "visual"
+"""The module of these models that encodes images, as a component of its tensors' names."""
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 """What the chat templates of these families write in place of an image."""
 _HEADER = struct.Struct("<II")

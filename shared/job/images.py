@@ -34,7 +34,6 @@ def require_supported(spec: JobSpec, config: Mapping[str, Any]) -> None:
         "trainer.backend: megatron": trainer.backend == "megatron",
         "trainer.context_parallel above 1": trainer.context_parallel > 1,
         "trainer.compile": trainer.compile,
-        "elastic.weights: lora": spec.adapter is not None,
         "algorithm.critic": spec.kind == "rl" and spec.algorithm.critic is not None,
         "algorithm.teacher": spec.teacher is not None,
     }

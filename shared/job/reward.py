@@ -14,10 +14,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rlboost.shared.ids import MAX_GROUP_SIZE
-from rlboost.shared.user_code import MAX_REWARD
+from rlboost.shared.user_code import MAX_REWARD, PROGRAM_AGENT
 from rlboost.shared.validation import FunctionPath, Section
 
 MAX_RETRIES = 15
+PARSE_S = 1.0
+"""How long the search for a verdict may take: some expressions need years for some answers."""
+MAX_PROGRAMS = 64
+"""Programs that one process runs as agents at the same time, unless the job file says otherwise."""
 PROMPT, COMPLETION = "prompt", "completion"
 """What a judge's prompt may name besides the columns of the data."""
 
@@ -55,7 +59,7 @@ class JudgeSpec(Section):
     def _compiles(cls, value: str) -> str:
         try:
             re.compile(value)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"is no regular expression: {error}") from error
         return value
 
@@ -79,8 +83,13 @@ class JudgeSpec(Section):
         return 1 + self.retries
 
     def reward_in(self, answer: str) -> float | None:
-        """Return the reward that the judge's answer means, None if it has no verdict."""
-        matches = list(re.finditer(self.parse, answer))
+        """Return the reward that the judge's answer means, None if it has no verdict that is found within a second."""
+        import regex  # noqa: PLC0415 - only trainers have it; unlike `re` it has a time limit
+
+        try:
+            matches = list(regex.finditer(self.parse, answer, flags=regex.V0, timeout=PARSE_S))
+        except (regex.error, TimeoutError):
+            return None
         if not matches:
             return None
         text = (matches[-1].group(1) if matches[-1].re.groups else matches[-1].group()) or ""
@@ -282,7 +291,7 @@ class ConversationSpec(Section):
     workers: int = Field(1, ge=1, le=MAX_USER_PROCESSES)
     """Processes that run its code. At most 64, or 16 for each CPU."""
     concurrency: int = Field(1024, ge=1, le=MAX_CONCURRENCY)
-    """Conversations or sessions that one process serves at the same time."""
+    """Conversations or sessions that one process serves at a time; by default 64 for agents that are programs."""
     replacements: int | None = Field(None, ge=0, le=MAX_GROUP_SIZE)
     """Conversations or sessions of each group that begin again in place of one that a fault ended: user code
     raised, took too long, or its process died. By default 2, or fewer if a step has too many turns for more."""
@@ -326,6 +335,14 @@ class AgentSpec(ConversationSpec):
     def runs_here(self) -> bool:
         """Return True if the job's own trainer runs the agent."""
         return not self.remote and not self.leader
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_programs(cls, given: Any) -> Any:
+        """Take fewer programs at a time: one takes far more memory than a coroutine."""
+        if isinstance(given, dict) and given.get("function") == PROGRAM_AGENT:
+            return {"concurrency": MAX_PROGRAMS, **given}
+        return given
 
     @model_validator(mode="after")
     def _runs_in_one_place(self) -> Self:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rlboost.shared.data.vision import TOWER
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.validation import FunctionPath, Section
 
@@ -212,7 +213,8 @@ class LoraSpec(Section):
     """Dropout on the adapter's input, in training only. Above 0, the distributions of training and sampling differ
     slightly."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Names of the adapted layers, as in PEFT's `target_modules`; `all-linear`: all but the output head."""
+    """Names of the adapted layers, as in PEFT's `target_modules`; `all-linear`: all but the output head. Layers of a
+    vision tower are never adapted."""
     base_model_name_or_path: str = ""
     """Name of the base model in the exported adapter's configuration; by default the job file's `model`, as given."""
 
@@ -264,6 +266,8 @@ _WEIGHT = ".weight"
 def check_targets(spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that each target matches a layer as PEFT matches names: the whole name, or its last components.
 
+    Layers of a vision tower do not count.
+
     Args:
         spec: the adapter's section of the job file.
         shapes: the shapes of the model's tensors, by Hugging Face name.
@@ -275,7 +279,9 @@ def check_targets(spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]]) -> None
     if isinstance(spec.targets, str):
         return
     layers = [
-        name.removesuffix(_WEIGHT) for name, shape in shapes.items() if name.endswith(_WEIGHT) and len(shape) == 2
+        name.removesuffix(_WEIGHT)
+        for name, shape in shapes.items()
+        if name.endswith(_WEIGHT) and len(shape) == 2 and TOWER not in name.split(".")
     ]
     for target in spec.targets:
         if not any(layer == target or layer.endswith(f".{target}") for layer in layers):

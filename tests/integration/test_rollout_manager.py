@@ -263,6 +263,9 @@ async def test_creating_with_the_same_idempotency_key_makes_one_job(system: Syst
     assert len(await system.get("/v1/jobs")) == 2
     async with redis.asyncio.from_url(system.redis.url) as client:
         assert 0 < await client.pttl(names.job_created("once")) / 1000 <= IDEMPOTENCY_TTL_S
+    other = await system.http.post("/v1/jobs", json={**SPEC, "steps": 77}, headers=headers)
+    assert other.status_code == 409
+    assert f"has created job {first.json()['id']} from another job file" in other.json()["detail"]
     refused = await system.http.post("/v1/jobs", json=SPEC, headers={"Idempotency-Key": "k" * 300})
     assert refused.status_code == 422
 

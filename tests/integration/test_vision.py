@@ -12,11 +12,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from peft import PeftModel  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
 
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
 from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402
 from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
+from rlboost.services.trainer.adapters.run_folder import LocalRunFolder  # noqa: E402
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402
 from rlboost.services.trainer.adapters.torch.ranks import Layout  # noqa: E402
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant  # noqa: E402
@@ -24,12 +26,17 @@ from rlboost.services.trainer.domain.loss.policy import PolicyLoss  # noqa: E402
 from rlboost.services.trainer.ports.engine import PolicySettings  # noqa: E402
 from rlboost.shared.data.images import ImageReader  # noqa: E402
 from rlboost.shared.data.vision import VisionConfig, decode, expanded, patches, rotary_positions, vision_of  # noqa: E402
-from rlboost.shared.job.training import OptimizerSpec  # noqa: E402
+from rlboost.shared.errors import ConfigError  # noqa: E402
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec  # noqa: E402
+from rlboost.shared.weights.cached_version import AdaptedVersion, CachedVersion  # noqa: E402
 from rlboost.shared.weights.manifest import digest_of  # noqa: E402
 from rlboost.shared.wire import F32, I32, pack, unpack  # noqa: E402
 from tests.support import tiny_models, tiny_vision  # noqa: E402
+from tests.support.adapter_versions import pulled_base  # noqa: E402
 from tests.support.engines import Collected, Collector, FreePasses, request  # noqa: E402
 from tests.support.policy_comparison import assert_trained_equally, bits, values  # noqa: E402
+from tests.support.recorded_run import KEY  # noqa: E402
+from tests.support.staged_versions import pulled  # noqa: E402
 from tests.support.staged_weights import Staged  # noqa: E402
 from tests.support.tiny_vision import IMAGE, picture  # noqa: E402
 
@@ -285,8 +292,63 @@ def test_step_without_images_is_an_update_of_the_tower_that_a_checkpoint_restore
     assert dict(bits(resumed)) == dict(bits(policy))
 
 
+async def test_adapter_has_the_same_log_probabilities_in_trainer_worker_and_peft(
+    folder: Path, vision: VisionConfig, tmp_path: Path
+) -> None:
+    """The worker has it apart from the weights, then merged into them."""
+    policy = policy_of(tmp_path, lora=LoraSpec(rank=4))
+    policy.load_hf(folder)
+    shown = [Shown(folder, vision, SHORT, picture(color)) for color in ("red", "blue")]
+    row = row_of(shown[0], [11, 1], tmp_path)
+    for _ in range(3):
+        (sampled,) = policy.logprobs([[row]])
+        policy.accumulate([[TrainingRow.of(replace(row, sampled=sampled), constant(1.0, row))]], PolicyLoss())
+        policy.step(3e-2)
+    run_folder = LocalRunFolder(tmp_path / "run", folder, KEY)
+    peft_folder = run_folder.export_adapter(policy.export_shards("adapter"), policy.adapter_json)
+    adapted: Any = PeftModel.from_pretrained(tiny_vision.make(), str(peft_folder)).eval()
+    names = {name for name, _ in adapted.named_parameters() if ".lora_" in name}
+    assert len(names) == 2 * 2 * 7, "all linear layers of the language model, and none of the tower"
+    base = pulled_base(tiny_vision.make(), tmp_path)
+    staged = AdaptedVersion(
+        pulled(policy.export_shards("adapter"), tmp_path, 1, base=base, adapter_json=policy.adapter_json), base
+    )
+    engine = TorchEngine(folder, slots=6)
+    await engine.load_weights(0, CachedVersion(base))
+    assert engine.adapter_refusal(staged) == ""
+    assert await engine.load_adapter("adapted", 1, staged) == []
+    for merged in (False, True):
+        if merged:
+            await engine.load_weights(1, staged)
+        asked = [
+            (shown[i % 2], replace(shown[i % 2].request(10 * merged + i, max_tokens=9, **NO_IMAGE), job_id=job))
+            for i, job in enumerate(["adapted", "adapted", *["" for _ in shown if not merged]])
+        ]
+        made = await run(engine, asked)
+        rows = [row_of(one, result.tokens, tmp_path) for (one, _), result in zip(asked, made, strict=True)]
+        trained = [unpack(column, F32).tolist() for column in policy.logprobs([rows])]
+        for (prompt, request_), result, column in zip(asked, made, trained, strict=True):
+            assert column == pytest.approx(prompt.logprobs(adapted, result.tokens), abs=1e-5)
+            if request_.job_id:
+                assert result.logprobs == pytest.approx(column, abs=1e-4)
+            else:
+                assert result.logprobs == pytest.approx(prompt.logprobs(tiny_vision.make(), result.tokens), abs=1e-4)
+                assert result.logprobs != pytest.approx(column, abs=0.1)
+    await engine.close()
+
+
+def test_layers_of_the_tower_are_no_targets_of_an_adapter(folder: Path, tmp_path: Path) -> None:
+    policy = policy_of(tmp_path, lora=LoraSpec(targets=("qkv",)))
+    with pytest.raises(ConfigError, match=r"lora\.targets: the model has no layer 'qkv', but .*q_proj"):
+        policy.load_hf(folder)
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("settings", [{}, {"freeze_vision_tower": True, "activation_checkpointing": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"freeze_vision_tower": True, "activation_checkpointing": True}, {"lora": LoraSpec(rank=2)}],
+    ids=["all", "frozen", "adapter"],
+)
 def test_ranks_train_as_one_process_whichever_of_them_see_images(
     folder: Path, vision: VisionConfig, tmp_path: Path, settings: dict[str, Any]
 ) -> None:

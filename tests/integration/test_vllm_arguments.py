@@ -27,6 +27,11 @@ pytestmark = [
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, {}, "weights are quantized"),
         ({}, {"device": "cuda"}, "installed vllm runs on cpu"),
         ({}, {"kv_cache_bytes": 1024}, "vllm cannot run this model"),
+        (
+            {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"]},
+            {},
+            "qwen3_vl needs torch workers: vllm cannot run this model",
+        ),
     ],
 )
 def test_unsupported_model_or_device_is_refused_at_build(

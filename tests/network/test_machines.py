@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
+from rlboost.services.trainer.domain.loss.function import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings
 from rlboost.shared.errors import Retryable
 from rlboost.shared.job.training import OptimizerSpec

@@ -8,7 +8,7 @@ import time
 
 from torch import Tensor
 
-from rlboost.services.trainer.domain.loss.inputs import TokenBatch
+from rlboost.services.trainer.domain.loss.function import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
 
 

@@ -158,7 +158,7 @@ def _check_text(schema: Mapping[str, Any], place: str) -> None:
         return
     try:
         re.compile(pattern)
-    except (re.error, TypeError, RecursionError) as error:
+    except (re.error, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{place}: pattern is {reprlib.repr(pattern)}: {error}") from error
     if found := _UNSUPPORTED_PATTERN.search(pattern):
         raise ValueError(f"{place}: pattern is {reprlib.repr(pattern)}: {found[0]} is not supported")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from rlboost.services.trainer.adapters.torch.fsdp import SETTING as FSDP
 from rlboost.services.trainer.adapters.torch.layers import (
@@ -19,6 +19,7 @@ from rlboost.services.trainer.adapters.torch.layers import (
     require_compilable,
     require_packed,
 )
+from rlboost.services.trainer.adapters.torch.passes import class_of, implementation_of
 from rlboost.services.trainer.adapters.torch.routing import require_routers
 from rlboost.services.trainer.domain.metrics import TrainingHardware, flops_per_token, peak_flops
 from rlboost.shared.errors import ConfigError
@@ -57,7 +58,7 @@ def model_without_weights(source: Path) -> Any:
         config = AutoConfig.from_pretrained(source, local_files_only=True)
         attention = attention_of(config, warns=False)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+            return class_of(source).from_config(config, attn_implementation=implementation_of(source, attention))
     except Exception:  # noqa: BLE001 - loading the model reports what is wrong with it
         return None
 

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from rlboost.services.trainer.domain.curriculum import SkipFunction
-from rlboost.services.trainer.domain.loss.inputs import TokenBatch, TokenLoss
+from rlboost.services.trainer.domain.loss.function import TokenBatch, TokenLoss
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.framing import LENGTH_BYTES, length_of, pack

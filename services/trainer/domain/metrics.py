@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from rlboost.services.trainer.domain.advantages import standard_deviation
 from rlboost.services.trainer.domain.groups import ScoredGroup
+from rlboost.services.trainer.domain.loss.function import routing_metrics
 from rlboost.services.trainer.domain.loss.preference import pair_metrics
-from rlboost.services.trainer.domain.loss.sums import routing_metrics
 from rlboost.services.trainer.domain.rewards import all_equal, reaches
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.messages import EngineProfile

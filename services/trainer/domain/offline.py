@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlboost.services.trainer.domain.loss.inputs import TokenBatch
-from rlboost.services.trainer.domain.loss.preference import pair_metrics
-from rlboost.services.trainer.domain.loss.reward_model import score_metrics
-from rlboost.services.trainer.domain.loss.sums import routing_metrics
+from rlboost.services.trainer.domain.loss.function import TokenBatch, routing_metrics
+from rlboost.services.trainer.domain.loss.preference import pair_metrics, score_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -82,8 +82,8 @@ KL_NATS = 1.0
 """KL to the starting weights, per token. At 1 nat an average token is e times as likely as in the starting model; runs
 that stay usable are below about 0.1."""
 MISMATCH_KL = 0.01
-"""KL of the engine's to the trainer's distribution, per token, with the same weights. A mixture of experts without router
-replay had 0.0025 here, an engine of the trainer's precision less."""
+"""KL of the engine's to the trainer's distribution, per token, with the same weights. A mixture of experts without
+router replay had 0.0025 here, an engine of the trainer's precision less."""
 STALE_MISMATCH_KL = 0.1
 """The same where tokens are of older weights: the updates since then add to it."""
 EXPECTED_REWARDS = 10.0

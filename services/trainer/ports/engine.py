@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
-from rlboost.services.trainer.domain.loss.inputs import LossFn
+from rlboost.services.trainer.domain.loss.function import LossFn
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import Aggregation, CriticSpec
 from rlboost.shared.job.offline import OfflineJob
@@ -155,7 +155,7 @@ class PolicyEngine(Protocol):
     def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: LossFn) -> dict[str, float]:
         """Run forward and backward over micro-batches, adding unnormalized gradients; return the loss's sums.
 
-        `loss.sums.add` adds up the returned sums. An engine built with a reference passes its log-probabilities to the
+        `add_sums` adds up the returned sums. An engine built with a reference passes its log-probabilities to the
         loss, computed or carried by the rows. A critic trains along.
 
         Raises:

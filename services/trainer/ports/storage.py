@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.canary_prompts import CanaryPrompts
 from rlboost.services.trainer.domain.curriculum import SkipFunction
-from rlboost.services.trainer.domain.loss.inputs import LossFn
+from rlboost.services.trainer.domain.loss.function import LossFn
 from rlboost.services.trainer.domain.metrics import UNKNOWN_HARDWARE, TrainingHardware
 from rlboost.services.trainer.ports.engine import Critic, PolicyEngine, Snapshot
 from rlboost.services.trainer.ports.samples import Data, Environments, RewardFunction
@@ -123,7 +123,7 @@ class WeightPublisher(Protocol):
             epoch: of the trainer's lease on the job, which it must still hold; None: not checked.
             base_version: for an adapter, the version of its base model, which is retained as long as this one.
             adapter_json: for an adapter, PEFT's `adapter_config.json`.
-            parity_json: what workers must reproduce, see `shared.model.parity_reference`.
+            parity_json: what workers must reproduce, see `ParityReference`.
 
         Raises:
             Conflict: another version is the head, or another trainer holds the job.

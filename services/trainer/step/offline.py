@@ -13,7 +13,8 @@ from functools import partial
 
 from rlboost.services.trainer.domain import plan
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant, pack, select
-from rlboost.services.trainer.domain.loss import preference, reward_model, sums
+from rlboost.services.trainer.domain.loss import preference
+from rlboost.services.trainer.domain.loss.function import add_sums
 from rlboost.services.trainer.domain.offline import OfflineStep, perplexity
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.engine import NotFinite
@@ -50,7 +51,7 @@ async def train_step(job: Job, spec: OfflineJob, step: int) -> dict[str, float]:
             rows, numbers = await _weighted(job, spec, examples, rows)
         for batch in select(rows, pack(rows, spec.trainer.micro_batch_tokens)):
             # One call per micro-batch: a cancelled job waits for one only.
-            sums.add(numbers, await device.compute(partial(engine.accumulate, [batch], resources.loss)))
+            add_sums(numbers, await device.compute(partial(engine.accumulate, [batch], resources.loss)))
         norm = await device.compute(partial(engine.step, rate))
     except NotFinite as error:
         path = await device.run(partial(resources.folder.dump_batch, f"not-finite-step-{step}.jsonl", rows))
@@ -77,7 +78,7 @@ async def _evaluate(job: Job, spec: OfflineJob, examples: Sequence[Prompt]) -> d
     rows = _rows(spec, examples)
     if isinstance(spec, DpoJob | RewardJob):
         _, found = await _weighted(job, spec, examples, rows)
-        means = preference.pair_metrics(found) | reward_model.score_metrics(found)
+        means = preference.pair_metrics(found) | preference.score_metrics(found)
         shown = {name: means[name] for name in _HELD_OUT[spec.kind] if name in means}
         return {"loss": found["loss"] / len(rows), **shown}
     columns = [floats(column) for column in await _columns(job, rows, job.resources.engine.logprobs)]
@@ -93,9 +94,9 @@ async def _weighted(
     trained = await _columns(job, rows, engine.logprobs)
     if isinstance(spec, RewardJob):
         if not examples[0].rejected:
-            return reward_model.weighted_labels(rows, trained, [example.columns[LABEL] for example in examples])
+            return preference.weighted_labels(rows, trained, [example.columns[LABEL] for example in examples])
         margins = [example.columns.get(MARGIN, 0.0) for example in examples]
-        return reward_model.weighted(rows, trained, margins, spec.algorithm.center_rewards_coefficient)
+        return preference.weighted_scores(rows, trained, margins, spec.algorithm.center_rewards_coefficient)
     reference = await _columns(job, rows, engine.reference_logprobs)
     return preference.weighted(rows, trained, reference, spec.algorithm.preference)
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TypeVar
 
 from rlboost.services.trainer.domain.batches import Accumulate, OptimizerStep, TrainingRow, UpdatePlanner
-from rlboost.services.trainer.domain.loss import sums
+from rlboost.services.trainer.domain.loss.function import MISMATCH, add_sums
 from rlboost.services.trainer.domain.metrics import Durations, StepTally
 from rlboost.services.trainer.domain.plan import learning_rate
 from rlboost.services.trainer.job.job import Job
@@ -269,13 +269,13 @@ class StepRun:
             numbers = await self._finite(partial(engine.accumulate, [batch], loss), batch)
             self._rows_since_update += batch
             if self._weights_changed and not all(row.proximal for row in batch):
-                del numbers[sums.MISMATCH]  # the row was scored by weights that this step has updated
+                del numbers[MISMATCH]  # the row was scored by weights that this step has updated
             else:
                 numbers["mismatch_tokens"] = numbers["tokens"]
             if self._job.resources.replayed is not None:
                 numbers["replayed_tokens"] = sum(row.n_loss_tokens for row in batch if row.routed_experts)
             numbers["all_tokens"] = sum(row.n_tokens for row in batch)
-            sums.add(self._tally.loss_sums, numbers)
+            add_sums(self._tally.loss_sums, numbers)
 
     async def _finite(self, call: Callable[[], T], rows: Sequence[TrainingRow]) -> T:
         """Run a call on the device; if its loss or gradients are not finite, dump the rows for debugging."""

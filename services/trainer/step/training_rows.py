@@ -18,7 +18,8 @@ from rlboost.services.trainer.domain import advantages
 from rlboost.services.trainer.domain.advantages import NEED_THE_STEP, group_advantages
 from rlboost.services.trainer.domain.batches import Accumulate, SequenceRow, TrainingRow, constant, pack, select
 from rlboost.services.trainer.domain.groups import ScoredGroup
-from rlboost.services.trainer.domain.loss import preference, sums
+from rlboost.services.trainer.domain.loss import preference
+from rlboost.services.trainer.domain.loss.function import add_sums
 from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.rewards import all_equal
 from rlboost.services.trainer.job.job import Job
@@ -235,7 +236,7 @@ class _PreferencePairs(TrainingRows):
         if not all(reference):
             reference = await self._columns(rows, self._engine.reference_logprobs)
         weighted, found = preference.weighted(rows, trained, reference, spec)
-        sums.add(self._tally.loss_sums, found)
+        add_sums(self._tally.loss_sums, found)
         return weighted
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlboost.services.trainer import build
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.inputs import TokenBatch
+from rlboost.services.trainer.domain.loss.function import TokenBatch
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError

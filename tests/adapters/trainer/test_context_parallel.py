@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
+from rlboost.services.trainer.domain.loss.function import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec

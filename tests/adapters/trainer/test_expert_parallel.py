@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from rlboost.jobs.memory import ModelSize, TrainedModel, size_of, state_bytes
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
+from rlboost.services.trainer.domain.loss.function import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import split_experts

@@ -11,7 +11,7 @@ import pytest
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches import TrainingRow, constant
 from rlboost.services.trainer.domain.loss.policy import PAIR_LOSS
-from rlboost.services.trainer.domain.loss.reward_model import weighted
+from rlboost.services.trainer.domain.loss.preference import weighted_scores
 from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.wire import F32, I32, pack, unpack
@@ -37,7 +37,7 @@ def pairs(n: int) -> list[TrainingRow]:
 def step(policy: PolicyEngine) -> list[float]:
     """Return loss and gradient norm of a step, and then all scores."""
     rows = pairs(5)
-    trained, sums = weighted(rows, policy.logprobs([rows]), [0.0] * 5, 0.01)
+    trained, sums = weighted_scores(rows, policy.logprobs([rows]), [0.0] * 5, 0.01)
     policy.accumulate([trained[:3], trained[3:]], PAIR_LOSS)
     norm = policy.step(1e-2)
     return [sums["loss"], norm, *np.concatenate([unpack(one, F32) for one in policy.logprobs([rows])]).tolist()]

@@ -138,6 +138,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no base64": ({"images": ["data:image/png;base64,???"]}, "not base64"),
     "a broken file": ({"images": ["broken.png"]}, "cannot be read as an image"),
     "more than 8 bits": ({"images": ["deep.png"]}, "more than 8 bits"),
+    "a format that programs decode": ({"images": ["drawn.eps"]}, "cannot be read as an image"),
     "no image": ({"images": ["train.jsonl"]}, "cannot be read as an image"),
     "a stretched image": ({"images": ["line.png"]}, "crop it"),
     "a number": ({"images": [7]}, "give a path"),
@@ -157,6 +158,7 @@ def test_row_is_refused_with_what_to_do(model: Path, name: str) -> None:
     (model.parent / "broken.png").write_bytes(png(picture("red"))[:60])
     Image.new("RGB", (401, 2)).save(model.parent / "line.png")
     Image.new("I;16", (16, 16)).save(model.parent / "deep.png")
+    Image.new("RGB", (16, 16)).save(model.parent / "drawn.eps")
     given, reason = REFUSED[name]
     row = {"prompt": asks({"type": "image"}, "which"), "images": ["a.png"], **given}
     with pytest.raises(ConfigError, match=r"train\.jsonl, line 1: ") as refused:
@@ -205,12 +207,14 @@ def test_config_check_reads_images_and_names_what_does_not_see_them(model: Path)
     row = {"prompt": asks({"type": "image"}, "which"), "images": ["a.png"]}
     assert problems(model, row) == []
     assert problems(model, row, trainer={"data_parallel": 2, "freeze_vision_tower": True}) == []
+    adapter = {"elastic": {"weights": "lora"}, "lora": {"rank": 2}}
+    assert problems(model, row, **adapter) == []
+    assert "no layer 'qkv'" in "".join(problems(model, row, **{**adapter, "lora": {"targets": ["qkv"]}}))
     assert "there is no file c.png" in "".join(problems(model, {**row, "images": ["c.png"]}))
     refused: dict[str, dict[str, Any]] = {
         "trainer.context_parallel": {"trainer": {"context_parallel": 2}},
         "trainer.compile": {"trainer": {"compile": True}},
         "trainer.backend": {"trainer": {"backend": "megatron"}},
-        "elastic.weights": {"elastic": {"weights": "lora"}, "lora": {}},
         "algorithm.critic": {"algorithm": {"name": "ppo"}},
     }
     for key, more in refused.items():

@@ -23,10 +23,9 @@ import torch
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
 from rlboost.services.trainer.adapters.torch.policy import RanksPolicy, TorchPolicy
 from rlboost.services.trainer.adapters.torch.ranks import Layout
-from rlboost.services.trainer.domain.loss.inputs import TokenBatch
+from rlboost.services.trainer.domain.loss.function import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS, TokenBatch
 from rlboost.services.trainer.domain.loss.policy import PAIR_LOSS
 from rlboost.services.trainer.domain.loss.preference import weighted
-from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import NotFinite, PolicyEngine, PolicySettings
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.job.algorithm import PreferenceSpec

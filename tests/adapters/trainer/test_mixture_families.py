@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import weights_of
-from rlboost.services.trainer.domain.loss.sums import routing_metrics
+from rlboost.services.trainer.domain.loss.function import routing_metrics
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec

@@ -13,7 +13,7 @@ from transformers import AutoModel
 
 from rlboost.services.trainer.adapters.torch.passes import whole_critic
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.sums import add
+from rlboost.services.trainer.domain.loss.function import add_sums
 from rlboost.services.trainer.ports.engine import NotFinite, PolicySettings
 from rlboost.shared.errors import ConfigError, Corrupt, Fatal
 from rlboost.shared.job.algorithm import CriticSpec
@@ -121,7 +121,7 @@ def test_critic_update_is_independent_of_micro_batches(tmp_path: Path) -> None:
     norm = whole.step(RATE)
     many: dict[str, float] = {}
     for row in reversed(taught(8)):
-        add(many, parts.accumulate([[row]], LOSS))
+        add_sums(many, parts.accumulate([[row]], LOSS))
     assert [many[name] for name in ("loss", "value_loss")] == pytest.approx(
         [sums[name] for name in ("loss", "value_loss")], rel=1e-3
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.inputs import TokenBatch
+from rlboost.services.trainer.domain.loss.function import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec

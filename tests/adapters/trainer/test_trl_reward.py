@@ -19,7 +19,7 @@ from rlboost.services.trainer.adapters.torch.passes import classifier_of, initia
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.policy import PAIR_LOSS
-from rlboost.services.trainer.domain.loss.reward_model import score_metrics, weighted, weighted_labels
+from rlboost.services.trainer.domain.loss.preference import score_metrics, weighted_labels, weighted_scores
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.ports.samples import Data, Prompt
 from rlboost.shared.data.examples import LABEL, MARGIN
@@ -122,7 +122,7 @@ def test_loss_metrics_and_gradient_are_those_of_trl(model: Path, center: float, 
     pairs = list(load(model, TEXTS).train)
     rows = training_rows(pairs)
     margins = [pair.columns[MARGIN] for pair in pairs]
-    rows, sums = weighted(rows, engine.logprobs([rows]), margins, center)
+    rows, sums = weighted_scores(rows, engine.logprobs([rows]), margins, center)
     assert sums["loss"] / len(rows) == pytest.approx(theirs.item(), abs=1e-6, rel=1e-6)
     for metric, value in score_metrics(sums).items():
         assert value == pytest.approx(trl._metrics["train"][metric][0], abs=1e-6), metric
@@ -171,7 +171,7 @@ def test_the_folder_is_one_of_transformers_and_another_job_starts_from_it(
     rows = training_rows(list(load(model, TEXTS).train))
     first = scores_of(engine, rows)
     for _ in range(3):
-        trained, _ = weighted(rows, engine.logprobs([rows]), [0.0] * 3, 0.0)
+        trained, _ = weighted_scores(rows, engine.logprobs([rows]), [0.0] * 3, 0.0)
         engine.accumulate([trained], PAIR_LOSS)
         engine.step(1e-2)
     scores = scores_of(engine, rows)

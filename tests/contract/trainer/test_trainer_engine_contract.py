@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.sums import add
+from rlboost.services.trainer.domain.loss.function import add_sums
 from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.services.trainer.ports.engine import Loaded, PolicyEngine, PolicySettings
 from rlboost.shared.errors import Corrupt, Fatal
@@ -129,7 +129,7 @@ def test_micro_batches_equal_one_batch(new: New) -> None:
     norm = whole.step(RATE)
     many: dict[str, float] = {}
     for row in batch:
-        add(many, parts.accumulate([[row]], LOSS))
+        add_sums(many, parts.accumulate([[row]], LOSS))
     assert parts.step(RATE) == pytest.approx(norm, rel=2e-2 if _rounds(parts) else 1e-4)
     for name, value in sums.items():
         assert many[name] == pytest.approx(value, rel=2e-2, abs=0.3 if _rounds(parts) else 1e-3)

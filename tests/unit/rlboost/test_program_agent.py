@@ -201,5 +201,24 @@ def test_job_names_programs_of_the_operator_only(command: object, error: str) ->
         agent_factory(PROGRAM_AGENT, {"command": command})
 
 
+@pytest.mark.parametrize("place", [".venv/bin/torchrun", "venv/bin/torchrun", ".git/hooks/push"])
+def test_job_names_no_hidden_program_and_none_of_a_venv(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torchrun --no-python /bin/sh -c ...` would run anything as the trainer's user."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    program = tmp_path / place
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    if "venv" in place:
+        (program.parents[1] / "pyvenv.cfg").touch()
+    (tmp_path / "link").symlink_to(program)
+    for named in (place, "link"):
+        with pytest.raises(ForbiddenFunction, match="hidden or of an installed package"):
+            agent_factory(PROGRAM_AGENT, {"command": [named, "--no-python", "/bin/sh"]})
+
+
 def test_program_in_the_trainers_folder_is_allowed() -> None:
     agent_factory(PROGRAM_AGENT, {"command": ["tests/support/agent_program.py"]})

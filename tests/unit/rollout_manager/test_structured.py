@@ -86,6 +86,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"type": "string", "maxLength": 1 << 20}, "maxLength is 1048576: should be from 0 to 1024"),
         ({"type": "string", "pattern": "a", "maxLength": 3}, "give one of pattern, format and a length"),
         ({"type": "string", "pattern": "("}, "pattern is '\\('"),
+        ({"type": "string", "pattern": "a{99999999999}"}, "too large"),
         ({"type": "string", "pattern": "a(?=b)"}, "pattern .* is not supported"),
         ({"type": "string", "format": "color"}, "format is 'color'"),
         (nested(MAX_DEPTH), "is nested more than"),

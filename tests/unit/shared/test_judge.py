@@ -37,6 +37,7 @@ def judge(**changes: Any) -> JudgeSpec:
         ({"parse": r"Score:( x)?"}, "Score:", None),
         ({"parse": "(?i)yes|no", "values": {"Yes": 1, "no": 0}}, "No, rather yes", 1.0),
         ({"parse": r"\w+", "values": {"yes": 1}}, "maybe", None),
+        ({"parse": r"(a|a)+$"}, "a" * 60 + "!", None),  # would take years
     ],
 )
 def test_last_verdict_of_an_answer_counts(changes: dict[str, Any], answer: str, reward: float | None) -> None:
@@ -67,6 +68,7 @@ def test_question_has_the_texts_and_columns_of_the_row() -> None:
         ({"reward": {"judge": {"model": "judge", "prompt": "{completion} {a.b}"}}}, "{a.b} is no name of a column"),
         ({"reward": {"judge": {"model": "judge", "prompt": "{completion"}}}, "write a brace that is meant as text"),
         ({"reward": {"judge": {"model": "judge", "prompt": "{completion}", "parse": "("}}}, "no regular expression"),
+        ({"reward": {"judge": {"model": "judge", "prompt": "{completion}", "parse": "a{99999999999}"}}}, "too large"),
         ({"reward": {"judge": {"model": "judge", "prompt": "{completion}", "temperature": 0}}}, "judge.retries to 0"),
         ({"reward": {**JOB["reward"], "function": "m:f"}}, "give either function"),
     ],

@@ -39,6 +39,20 @@ def test_read_suggests_the_similar_name_of_a_misspelt_variable(monkeypatch: pyte
         read(Settings, [])
 
 
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_no_setting_is_without_end(value: str) -> None:
+    with pytest.raises(ConfigError, match="RLBOOST_MANAGER_STALL_LIMIT_S"):
+        check(Settings, {"RLBOOST_MANAGER_STALL_LIMIT_S": value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable"), [(Settings, "RLBOOST_MANAGER_POOLS"), (WorkerSettings, "RLBOOST_WORKER_VLLM_ARGS")]
+)
+def test_read_names_a_variable_that_is_no_json(kind: type[Settings | WorkerSettings], variable: str) -> None:
+    with pytest.raises(ConfigError, match=f"{variable} should be JSON"):
+        check(kind, {variable: "[{kind: l4}]"})
+
+
 def test_read_compares_a_misspelt_variable_without_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     """With it, each of a service's variables is similar to each of its settings."""
     monkeypatch.setenv("RLBOOST_MANAGER_TYPO", "1")

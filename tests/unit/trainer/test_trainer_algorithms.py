@@ -17,8 +17,8 @@ from rlboost.services.trainer.domain.advantages import (
     group_advantages,
     leave_one_out,
 )
-from rlboost.services.trainer.domain.loss.sums import add
-from rlboost.services.trainer.domain.loss.terms import divisor, factor, k1, k2, k3, masked, truncated
+from rlboost.services.trainer.domain.loss.function import add_sums
+from rlboost.services.trainer.domain.loss.policy import divisor, factor, k1, k2, k3, masked, truncated
 from rlboost.services.trainer.domain.rewards import overlong_penalty
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import GROUPLESS, PRESETS, Aggregation, AlgorithmSpec, CriticSpec
@@ -138,7 +138,7 @@ _AGGREGATIONS: tuple[Aggregation, ...] = ("token_mean", "sequence_mean", "sequen
 def test_numbers_add_up_and_maxima_stay_maxima() -> None:
     total: dict[str, float] = {}
     for part in ({"loss": 1.0, "max_ratio": -2.0}, {"loss": 0.5, "max_ratio": -3.0}, {"kl": 1.0, "max_ratio": -2.5}):
-        add(total, part)
+        add_sums(total, part)
     assert total == {"loss": 1.5, "max_ratio": -2.0, "kl": 1.0}
 
 

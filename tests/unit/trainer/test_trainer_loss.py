@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlboost.services.trainer.domain.loss.inputs import TokenBatch
-from rlboost.services.trainer.domain.loss.policy import PolicyLoss, job_loss
-from rlboost.services.trainer.domain.loss.terms import accepted, engine_ratios
+from rlboost.services.trainer.domain.loss.function import TokenBatch
+from rlboost.services.trainer.domain.loss.policy import PolicyLoss, accepted, engine_ratios, job_loss
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import PRESETS, RejectionLevel, RejectionSpec
 from rlboost.shared.job.spec import RlJob

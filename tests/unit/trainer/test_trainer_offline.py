@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlboost.services.trainer.domain.batches import TrainingRow
-from rlboost.services.trainer.domain.loss.inputs import LossFn, TokenBatch
+from rlboost.services.trainer.domain.loss.function import LossFn, TokenBatch
 from rlboost.services.trainer.domain.offline import OfflineStep, sft_loss
 from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.services.trainer.ports.engine import NotFinite

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from rlboost.services.trainer.domain.loss.inputs import TokenBatch
+from rlboost.services.trainer.domain.loss.function import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.loss.preference import (
     PairLogprobs,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.domain.loss.inputs import LossFn
+from rlboost.services.trainer.domain.loss.function import LossFn
 from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId

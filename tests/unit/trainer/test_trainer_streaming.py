@@ -14,10 +14,9 @@ from torch import Tensor
 
 from rlboost.services.trainer.domain.advantages import NEED_THE_STEP, Experience, gae_advantages, group_advantages
 from rlboost.services.trainer.domain.batches import Accumulate, UpdatePlanner, select
-from rlboost.services.trainer.domain.loss.inputs import TokenBatch
+from rlboost.services.trainer.domain.loss.function import TokenBatch, add_sums
 from rlboost.services.trainer.domain.loss.policy import job_loss, value_loss
 from rlboost.services.trainer.domain.loss.preference import PairLogprobs, best_and_worst, pair_losses
-from rlboost.services.trainer.domain.loss.sums import add
 from rlboost.shared.job.algorithm import PRESETS
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.wire import F32
@@ -134,7 +133,7 @@ def update(spec: RlJob, groups: list[ScoredSequence], budget: int) -> tuple[Tens
             for batch in weighed(spec, policy, work):
                 total, part = loss(policy.batch(batch))
                 total.backward()
-                add(numbers, part)
+                add_sums(numbers, part)
                 if spec.algorithm.critic is not None:
                     values = policy.expected(batch)
                     returns = torch.tensor([value for row in batch for value in row.returns])

@@ -56,6 +56,7 @@ from rlboost.services.rollout_worker.ports import (
     StagedAdapter,
     StagedWeights,
 )
+from rlboost.shared.data.vision import FAMILIES
 from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, UnsuitableWeights, leaves
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP
 from rlboost.shared.model.folder import require_unquantized
@@ -93,7 +94,9 @@ def start(config_json: str, options: VllmOptions, tokenizer_json: str = "") -> A
     except RLBoostError:
         raise
     except Exception as error:  # vLLM and transformers raise any for a model that they cannot run
-        raise UnsuitableWeights(f"vllm cannot run this model on this machine: {error}") from error
+        family = config.get("model_type")
+        way_out = f"{family} needs torch workers: " if family in FAMILIES else ""
+        raise UnsuitableWeights(f"{way_out}vllm cannot run this model on this machine: {error}") from error
 
 
 def _routed_shape(model: Any) -> RoutedShape:

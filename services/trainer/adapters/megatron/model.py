@@ -32,7 +32,7 @@ from rlboost.services.trainer.adapters.megatron.weight_map import MegatronWeight
 from rlboost.services.trainer.adapters.torch.packing import ContextGroup, attention
 from rlboost.services.trainer.adapters.torch.ranks import Coordinates, Layout
 from rlboost.services.trainer.adapters.torch.routing import Balance, Replay, layer_balance, times_selected
-from rlboost.services.trainer.domain.loss import sums
+from rlboost.services.trainer.domain.loss.function import add_sums
 from rlboost.shared.job.training import OptimizerSpec
 
 # --- RMSNorm and attention for megatron-core's layer specs, in plain torch --------------------------------------------
@@ -195,7 +195,7 @@ class Routers:
 
     @contextmanager
     def observed(self) -> Iterator[dict[str, float]]:
-        """Yield a dictionary that gets the sums of the forward passes within the context, see `domain.loss.sums`."""
+        """Yield a dictionary that gets the sums of the forward passes within the context, for `add_sums`."""
         self._totals = {}
         try:
             yield self._totals
@@ -229,7 +229,7 @@ class Routers:
                 distributed.all_reduce(counted, group=parallel_state.get_tensor_model_parallel_group())
                 n_tokens *= parallel_state.get_tensor_model_parallel_world_size()
             layer = layer_balance(counted[0], counted[1], n_tokens)
-        sums.add(self._totals, Balance.of_layers([layer], n_tokens).sums())
+        add_sums(self._totals, Balance.of_layers([layer], n_tokens).sums())
 
 
 # --- A rank's shard of a model and its optimizer ----------------------------------------------------------------------

@@ -281,7 +281,7 @@ class RankEngine(ABC):
         """Run forward and backward over micro-batches, with the gradients of the losses from the trainer.
 
         Returns:
-            Sums about the routers of a mixture of experts, see `domain.loss.sums`.
+            Sums about the routers of a mixture of experts, see `domain.loss.function`.
 
         """
         self._offloader.onload_weights()

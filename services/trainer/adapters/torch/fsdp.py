@@ -52,7 +52,7 @@ from rlboost.services.trainer.adapters.torch.trainable import (
     Trainable,
     local_tensor,
 )
-from rlboost.services.trainer.domain.loss import sums
+from rlboost.services.trainer.domain.loss.function import add_sums
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.model.experts import matrices, n_matrices, names_of_expert
@@ -376,7 +376,7 @@ class FsdpForwardBackward:
                 if self._balancing.coefficient:
                     share = balance.n_tokens / sum(row.n_tokens for row in rows)  # of this rank's slice of the tokens
                     surrogate = surrogate + self._balancing.factor(rows) * share * balance.loss
-                sums.add(totals, balance.sums())
+                add_sums(totals, balance.sums())
             surrogate.backward()
         return totals
 

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlboost.services.trainer.adapters.torch.packing import PACKED, Packed, model_inputs, packs_rows
-from rlboost.shared.data.vision import FAMILIES
+from rlboost.shared.data.vision import FAMILIES, TOWER
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, check_targets
 from rlboost.shared.model.experts import routers_of
@@ -369,6 +369,7 @@ class Adapter:
             lora_alpha=spec.alpha,
             lora_dropout=spec.dropout,
             target_modules=spec.targets if isinstance(spec.targets, str) else list(spec.targets),
+            exclude_modules=rf"(.*\.)?{TOWER}\..*" if model.config.model_type in FAMILIES else None,
             task_type="SEQ_CLS" if scores else "CAUSAL_LM",
         )
         check_targets(spec, shapes)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
-from rlboost.services.trainer.domain.loss.inputs import TokenBatch
+from rlboost.services.trainer.domain.loss.function import TokenBatch
 from rlboost.shared.wire import F32, I32, U8, RoutedShape, length, pack, unpack
 
 # --- Converts rows of a micro-batch to arrays: packed token ids, and columns over all trained tokens, row by row ------

@@ -407,7 +407,7 @@ def with_scores(model: Any) -> None:
 
 
 def summed_value_loss(rows: Sequence[TrainingRow], values: Tensor, spec: CriticSpec) -> tuple[Tensor, dict[str, float]]:
-    """Return the sum of the losses of a micro-batch's values, and its metrics, for `sums.add`.
+    """Return the sum of the losses of a micro-batch's values, and its metrics, for `add_sums`.
 
     The metrics are `value_loss` and `value_clipped`, the number of clipped tokens.
 
@@ -438,13 +438,13 @@ def whole_model(source: Path, attention: str, dtype: torch.dtype, *, scores: boo
 
     """
     try:
-        model, report = _class_of(source, scores=scores).from_pretrained(
+        model, report = class_of(source, scores=scores).from_pretrained(
             source,
             **_OPTIONS[scores],
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below
             dtype=dtype,
-            attn_implementation=_implementation(source, attention),
+            attn_implementation=implementation_of(source, attention),
             experts_implementation=EXPERTS,
             local_files_only=True,
         )
@@ -464,13 +464,13 @@ def whole_model(source: Path, attention: str, dtype: torch.dtype, *, scores: boo
     return _with_head(model, source).eval() if scores else model.eval()
 
 
-def _implementation(source: Path, attention: str) -> str | dict[str, str]:
+def implementation_of(source: Path, attention: str) -> str | dict[str, str]:
     """Return the attention of each part of a model: the tower of one that sees images has transformers' own."""
     is_seeing = vision_of(read_config(source)) is not None
     return {"": "sdpa", "text_config": attention, "vision_config": "sdpa"} if is_seeing else attention
 
 
-def _class_of(source: Path, *, scores: bool) -> Any:
+def class_of(source: Path, *, scores: bool = False) -> Any:
     """Return transformers' class of the model in a directory."""
     if scores:
         return AutoModelForSequenceClassification
@@ -564,10 +564,10 @@ def empty_model(source: Path, attention: str, dtype: torch.dtype = torch.float32
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True, **_OPTIONS[scores])
         with init_empty_weights(include_buffers=False):
-            module: Any = _class_of(source, scores=scores).from_config(
+            module: Any = class_of(source, scores=scores).from_config(
                 config,
                 dtype=torch.float32,
-                attn_implementation=_implementation(source, attention),
+                attn_implementation=implementation_of(source, attention),
                 experts_implementation=EXPERTS,
             )
     except (OSError, ValueError, KeyError) as error:

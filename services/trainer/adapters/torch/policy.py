@@ -47,8 +47,7 @@ from rlboost.services.trainer.adapters.torch.tensors import (
     write_slices,
 )
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, partition, select
-from rlboost.services.trainer.domain.loss import sums
-from rlboost.services.trainer.domain.loss.inputs import LossFn
+from rlboost.services.trainer.domain.loss.function import LossFn, add_sums
 from rlboost.services.trainer.ports.engine import (
     PROFILED_BATCHES,
     Exported,
@@ -270,7 +269,7 @@ class RanksPolicy(ABC):
             self._n_tokens += sum(row.n_loss_tokens for row in rows)
         self._count_profiled(len(batches))
         for routing in routings:
-            sums.add(losses.totals, routing)
+            add_sums(losses.totals, routing)
         if losses.not_finite is not None:
             raise losses.not_finite
         return losses.totals
@@ -493,7 +492,7 @@ class Losses:
         self._references = references
         self._critic = critic
         self.totals: dict[str, float] = {}
-        """Sums of the losses' metrics, see `domain.loss.sums`."""
+        """Sums of the losses' metrics, for `add_sums`."""
         self.not_finite: NotFinite | None = None
         """The first loss in an `answer` that is NaN or infinite. Such losses add nothing."""
 
@@ -514,7 +513,7 @@ class Losses:
             total, metrics = self._loss(token_batch(rows, logprobs, reference, *entropies))
             if not torch.isfinite(total):
                 raise NotFinite(f"the loss is {total.item()}")
-        sums.add(self.totals, metrics)
+        add_sums(self.totals, metrics)
         (gradient,) = torch.autograd.grad(total, [column])
         return gradient
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
+from rlboost.services.trainer.domain.loss.function import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.model.experts import is_routing, require_routing, routers_of
 
@@ -38,7 +38,7 @@ class Balance(NamedTuple):
         return cls(torch.stack(losses).mean(), torch.stack(loads).max(), n_tokens)
 
     def sums(self) -> dict[str, float]:
-        """Return what `domain.loss.sums` adds up over micro-batches and ranks."""
+        """Return what `domain.loss.function` adds up over micro-batches and ranks."""
         loss, load = torch.stack([self.loss.detach(), self.load]).tolist()
         return {ROUTED_TOKENS: self.n_tokens, ROUTING_LOSS: loss * self.n_tokens, EXPERT_LOAD: load}
 

@@ -25,7 +25,7 @@ from rlboost.services.trainer.adapters.torch.tensors import (
     write_slices,
 )
 from rlboost.services.trainer.domain.batches import SequenceRow
-from rlboost.services.trainer.domain.loss.terms import divisor
+from rlboost.services.trainer.domain.loss.policy import divisor
 from rlboost.services.trainer.ports.engine import Loaded, Snapshot
 from rlboost.shared.errors import ConfigError, Corrupt, DiskFull
 from rlboost.shared.files import write_error
@@ -46,7 +46,7 @@ class Balancing(NamedTuple):
 
     coefficient: float = 0.0
     aggregation: Aggregation = "token_mean"
-    """See `domain.loss.terms`."""
+    """See `domain.loss.policy`."""
 
     def factor(self, rows: MicroBatch) -> float:
         """Return the factor of a micro-batch's load-balancing loss."""
