@@ -356,20 +356,6 @@ MAX_REWARD = 1e15
 larger gradient is infinite in float32."""
 
 
-def split_cost(result: Any) -> tuple[Any, float]:
-    """Return the reward and the cost of a result: a reward, or a mapping with a `score` and perhaps a `cost`.
-
-    Raises:
-        ValueError: the mapping has no score, or the cost is not a finite number from 0 to `MAX_REWARD`.
-
-    """
-    if not isinstance(result, Mapping):
-        return result, 0.0
-    if "score" not in result:
-        raise ValueError(f"{describe_value(result)} has no 'score': return it there")
-    return result["score"], checked_cost(result.get("cost"))
-
-
 def checked_cost(cost: Any) -> float:
     """Return a cost as a float, 0 for None.
 

@@ -40,7 +40,15 @@ from rlboost.shared.data.rows import (
 from rlboost.shared.data.vision import vision_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
-from rlboost.shared.job.data import DataSpec, DpoDataSpec, RewardDataSpec, Rows, SftDataSpec
+from rlboost.shared.job.data import (
+    DpoDataSpec,
+    EvalDataSpec,
+    OfflineDataSpec,
+    RewardDataSpec,
+    RlDataSpec,
+    Rows,
+    SftDataSpec,
+)
 from rlboost.shared.job.file import load
 from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.job.reward import column_problem
@@ -531,7 +539,7 @@ def _rows(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
     return None
 
 
-def _prompt(spec: DataSpec, key: str, row: Row, *, sees_images: bool) -> object:
+def _prompt(spec: RlDataSpec | EvalDataSpec | OfflineDataSpec, key: str, row: Row, *, sees_images: bool) -> object:
     if isinstance(spec, SftDataSpec):
         return examples_of(row.values, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
     if isinstance(spec, RewardDataSpec):

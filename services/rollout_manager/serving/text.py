@@ -136,8 +136,8 @@ class ServedModel:
             raise TokenizationError("the chat template does not render each answer once: leave out X-Session-ID")
         # An added space, or white space that a special token takes, depends on what is before: see PromptTokenizer.
         start = end_token or "\n"
-        alone, before, both = await self.encode([suffix, start, start + suffix], add_special_tokens=False)
-        return tokens + (both.removeprefix(before) if both.startswith(before) else alone)
+        alone, first, both = await self.encode([suffix, start, start + suffix], add_special_tokens=False)
+        return tokens + (both.removeprefix(first) if both.startswith(first) else alone)
 
     async def _render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
         self._require_template()

@@ -24,6 +24,7 @@ from rlboost.shared.user_code import (
     RAW_ARGUMENTS,
     TRL_ARGUMENTS,
     check_arguments,
+    checked_cost,
     describe_error,
     describe_import_error,
     describe_row,
@@ -33,7 +34,6 @@ from rlboost.shared.user_code import (
     has_parameter,
     hidden_argument,
     load,
-    split_cost,
 )
 
 # --- Calls a user's reward function with TRL's or verl's signature, and checks what it returns ------------------------
@@ -159,6 +159,20 @@ def _typed(value: object) -> str:
 def rows_of(columns: Mapping[str, list[Any]], n: int) -> list[dict[str, Any]]:
     """Return columns as `n` rows."""
     return [{name: values[i] for name, values in columns.items()} for i in range(n)]
+
+
+def split_cost(result: Any) -> tuple[Any, float]:
+    """Return the reward and the cost of a result: a reward, or a mapping with a `score` and perhaps a `cost`.
+
+    Raises:
+        ValueError: the mapping has no score, or the cost is not a finite number from 0 to `MAX_REWARD`.
+
+    """
+    if not isinstance(result, Mapping):
+        return result, 0.0
+    if "score" not in result:
+        raise ValueError(f"{describe_value(result)} has no 'score': return it there")
+    return result["score"], checked_cost(result.get("cost"))
 
 
 # --- A reward function served over HTTP: one POST per group -----------------------------------------------------------
