@@ -343,6 +343,8 @@ def _ours() -> set[Path]:
 
 
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
+_TRL_ONLY = ("log_extra", "log_metric", "trainer_state")
+"""Arguments of TRL's trainer that are not passed here."""
 RAW_ARGUMENTS = ("completions_raw",)
 """Ours, for functions of TRL's signature that have such a parameter: the completions with special tokens."""
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -464,6 +466,12 @@ def detect_style(function: Callable[..., Any], arguments: Mapping[str, Any], sty
     if style == "auto":
         style = "verl" if "solution_str" in takes and "completions" not in takes else "trl"
     parameters = VERL_ARGUMENTS if style == "verl" else TRL_ARGUMENTS
+    required = {name for name, p in signature.parameters.items() if name in takes and p.default is p.empty}
+    if unpassed := [name for name in _TRL_ONLY if name in required and name not in arguments]:
+        raise InvalidUserFunction(
+            f"RLBoost does not pass {', '.join(unpassed)}, as TRL's trainer does: give such parameters a default, and "
+            "measure with further reward functions of weight 0"
+        )
     passed = [name for name in (*parameters, *(RAW_ARGUMENTS if style == "trl" else ())) if name in arguments]
     if passed:
         raise InvalidUserFunction(f"RLBoost itself passes {passed[0]!r}: remove it from reward.arguments")

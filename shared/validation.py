@@ -92,6 +92,13 @@ def _function_path(value: str) -> str:
     module, _, name = value.partition(":")
     if not module or not name:
         raise ValueError(f"{value!r} is not of the form package.module:function")
+    if "/" in module or module.endswith(".py"):
+        parts = [part for part in module.removesuffix(".py").split("/") if part != "."]
+        inner = parts[-1:] if {"", "..", "~"} & {*parts} else parts
+        raise ValueError(
+            f"{value!r} names a file: name its module, as {'.'.join(inner)}:{name}, which the trainer imports from the "
+            "folder in which it was started, or from a folder of PYTHONPATH"
+        )
     return value
 
 

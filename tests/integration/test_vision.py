@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from peft import PeftModel  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForImageTextToText  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
 
+from rlboost.services.rollout_worker.adapters.store_weights import ModelFolderSeeder  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
 from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402
 from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
@@ -25,11 +29,22 @@ from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, co
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss  # noqa: E402
 from rlboost.services.trainer.ports.engine import PolicySettings  # noqa: E402
 from rlboost.shared.data.images import ImageReader  # noqa: E402
-from rlboost.shared.data.vision import VisionConfig, decode, expanded, patches, rotary_positions, vision_of  # noqa: E402
+from rlboost.shared.data.vision import (  # noqa: E402
+    FAMILIES,
+    VisionConfig,
+    decode,
+    expanded,
+    patches,
+    rotary_positions,
+    vision_of,
+)
 from rlboost.shared.errors import ConfigError  # noqa: E402
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec  # noqa: E402
+from rlboost.shared.model.folder import read_config, read_tensor_shapes  # noqa: E402
+from rlboost.shared.weights.cache import Cache  # noqa: E402
 from rlboost.shared.weights.cached_version import AdaptedVersion, CachedVersion  # noqa: E402
 from rlboost.shared.weights.manifest import digest_of  # noqa: E402
+from rlboost.shared.weights.torch_tensors import named_shards  # noqa: E402
 from rlboost.shared.wire import F32, I32, pack, unpack  # noqa: E402
 from tests.support import tiny_models, tiny_vision  # noqa: E402
 from tests.support.adapter_versions import pulled_base  # noqa: E402
@@ -42,26 +57,39 @@ from tests.support.tiny_vision import IMAGE, picture  # noqa: E402
 
 SHORT = [2, 6, 3, IMAGE, 4, 8, 9, 1, 2, 7]
 """A prompt with one image."""
+WIDE = (40, 24), (24, 64), (8, 48)
+"""Sizes of images of more tokens than a window of the tower has."""
 NO_IMAGE: dict[str, Any] = {"logit_bias": ((IMAGE, -1e4),)}
 """The completion has no `IMAGE`."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_vision.write(tmp_path_factory.mktemp("vision") / "model")
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="module")
-def vision() -> VisionConfig:
-    found = vision_of(tiny_vision.config().to_dict())
+def folder(tmp_path_factory: pytest.TempPathFactory, family: str) -> Path:
+    return tiny_vision.write(tmp_path_factory.mktemp("vision") / "model", family=family)
+
+
+@pytest.fixture(scope="module")
+def model(family: str) -> Any:
+    return tiny_vision.make(family=family)
+
+
+@pytest.fixture(scope="module")
+def vision(folder: Path) -> VisionConfig:
+    found = vision_of(read_config(folder))
     assert found is not None
     return found
 
 
 @pytest.fixture
-async def engine(folder: Path) -> AsyncIterator[TorchEngine]:
+async def engine(folder: Path, model: Any) -> AsyncIterator[TorchEngine]:
     engine = TorchEngine(folder, slots=6, drafter=Drafter(64, FreePasses()))
-    await engine.load_weights(0, Staged(tiny_models.weights(tiny_vision.make())))
+    await engine.load_weights(0, Staged(tiny_models.weights(model)))
     yield engine
     await engine.close()
 
@@ -105,7 +133,7 @@ async def run(engine: TorchEngine, asked: Sequence[tuple[Shown, Request]]) -> li
     return await collector.all_ended([one for _, one in asked])
 
 
-def test_patches_and_positions_are_those_of_transformers(folder: Path, vision: VisionConfig) -> None:
+def test_patches_and_positions_are_those_of_transformers(folder: Path, vision: VisionConfig, model: Any) -> None:
     reader, processor = ImageReader.of(folder, vision), Qwen2VLImageProcessorPil.from_pretrained(folder)
     for size in ((16, 16), (40, 24), (33, 70), (100, 90), (7, 9)):
         image = picture("red", 1, size)
@@ -115,15 +143,16 @@ def test_patches_and_positions_are_those_of_transformers(folder: Path, vision: V
         assert np.array_equal(values, expected["pixel_values"])
     grids = [(4, 4), (6, 4)]
     ids = torch.tensor([expanded([*SHORT[:5], *SHORT], grids, vision)])
-    expected, _ = tiny_vision.make().model.get_rope_index(
+    expected, _ = model.model.get_rope_index(
         ids, (ids == IMAGE).int(), image_grid_thw=torch.tensor([(1, *grid) for grid in grids])
     )
     assert rotary_positions(ids[0].numpy(), grids, vision).tolist() == expected[:, 0].tolist()
 
 
-async def test_samples_see_their_own_images(engine: TorchEngine, folder: Path, vision: VisionConfig) -> None:
+async def test_samples_see_their_own_images(
+    engine: TorchEngine, folder: Path, vision: VisionConfig, model: Any
+) -> None:
     """Prompts with the same tokens and other images share no keys and values; those with the same images do."""
-    model = tiny_vision.make()
     shown = [
         Shown(folder, vision, SHORT, picture("red")),
         Shown(folder, vision, SHORT, picture("blue")),
@@ -158,8 +187,10 @@ async def test_resumed_sample_is_prefilled_with_its_images(
         assert again.logprobs == first.logprobs[7:], "the same bits"
 
 
-async def test_new_weights_see_images_anew(engine: TorchEngine, folder: Path, vision: VisionConfig) -> None:
-    shown, other = Shown(folder, vision, SHORT, picture("red")), tiny_vision.make(seed=3)
+async def test_new_weights_see_images_anew(
+    engine: TorchEngine, folder: Path, vision: VisionConfig, family: str
+) -> None:
+    shown, other = Shown(folder, vision, SHORT, picture("red")), tiny_vision.make(seed=3, family=family)
     await run(engine, [(shown, shown.request(1))])
     await engine.load_weights(1, Staged(tiny_models.weights(other)))
     (made,) = await run(engine, [(shown, shown.request(2, **NO_IMAGE))])
@@ -207,29 +238,30 @@ def row_of(shown: Shown, tokens: Sequence[int], folder: Path) -> SequenceRow:
 
 
 def test_training_computes_the_log_probabilities_of_the_model(
-    policy: TorchPolicy, folder: Path, vision: VisionConfig, tmp_path: Path
+    policy: TorchPolicy, folder: Path, vision: VisionConfig, tmp_path: Path, model: Any
 ) -> None:
     """Also where the model has written the token of an image, which shows none."""
-    model, tokens = tiny_vision.make(), [11, IMAGE, 12, 1]
+    tokens = [11, IMAGE, 12, 1]
     shown = [
         Shown(folder, vision, SHORT, picture("red")),
         Shown(folder, vision, [*SHORT[:5], *SHORT], picture("green"), picture("white", size=(16, 24))),
     ]
+    shown += [Shown(folder, vision, SHORT, picture("blue", 1, size)) for size in WIDE]
     rows = [row_of(one, tokens, tmp_path) for one in shown]
     rows.append(SequenceRow(pack([2, 6, 8], I32), pack([11, 1], I32)))
     found = [unpack(column, F32).tolist() for column in policy.logprobs([rows])]
     text = torch.log_softmax(model(input_ids=torch.tensor([[2, 6, 8, 11]])).logits[0, 2:], -1)
-    assert found[0][:1] == pytest.approx(shown[0].logprobs(model, tokens[:1]), abs=1e-5)
-    assert found[1][:1] == pytest.approx(shown[1].logprobs(model, tokens[:1]), abs=1e-5)
-    assert found[2] == pytest.approx([text[0, 11].item(), text[1, 1].item()], abs=1e-5)
+    for one, column in zip(shown, found, strict=False):
+        assert column[:1] == pytest.approx(one.logprobs(model, tokens[:1]), abs=1e-5)
+    assert found[-1] == pytest.approx([text[0, 11].item(), text[1, 1].item()], abs=1e-5)
 
 
 async def test_engine_and_training_have_the_same_log_probabilities(
     policy: TorchPolicy, engine: TorchEngine, folder: Path, vision: VisionConfig, tmp_path: Path
 ) -> None:
-    shown = [Shown(folder, vision, SHORT, picture(color)) for color in ("red", "blue")]
+    shown = [Shown(folder, vision, SHORT, picture("red", 1, size)) for size in ((16, 16), *WIDE)]
     # IMAGE is likely enough to be drawn by some of these.
-    asked = [(shown[i % 2], shown[i % 2].request(i, max_tokens=20)) for i in range(12)]
+    asked = [(shown[i % 4], shown[i % 4].request(i, max_tokens=20)) for i in range(12)]
     made = await run(engine, asked)
     assert any(IMAGE in one.tokens for one in made)
     rows = [row_of(one, result.tokens, tmp_path) for (one, _), result in zip(asked, made, strict=True)]
@@ -237,17 +269,38 @@ async def test_engine_and_training_have_the_same_log_probabilities(
         assert result.logprobs == pytest.approx(unpack(column, F32).tolist(), abs=1e-4)
 
 
-def test_update_trains_the_tower(policy: TorchPolicy, folder: Path, vision: VisionConfig, tmp_path: Path) -> None:
+def test_update_trains_the_tower(
+    policy: TorchPolicy, folder: Path, vision: VisionConfig, tmp_path: Path, model: Any
+) -> None:
     row = row_of(Shown(folder, vision, SHORT, picture("red")), [11, 1], tmp_path)
     before = {shard.name: bytes(shard.data) for shard in policy.export_shards()}
     (sampled,) = policy.logprobs([[row]])
     policy.accumulate([[TrainingRow.of(replace(row, sampled=sampled), constant(1.0, row))]], PolicyLoss())
     assert policy.step(1e-2) > 0
     after = {shard.name: bytes(shard.data) for shard in policy.export_shards()}
-    assert before.keys() == {name for name, _ in tiny_models.weights(tiny_vision.make())}
+    assert before.keys() == {name for name, _ in tiny_models.weights(model)}
     assert all(after[name] != data for name, data in before.items() if "visual" in name and "norm" not in name)
     (later,) = policy.logprobs([[row]])
     assert unpack(later, F32).sum() > unpack(sampled, F32).sum()
+
+
+def test_files_with_older_names_are_read_and_exported_ones_load_in_transformers(
+    policy: TorchPolicy, folder: Path, tmp_path: Path, family: str
+) -> None:
+    in_files = {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+    assert ("visual.patch_embed.proj.weight" in in_files) == (family == "qwen2_5_vl")
+    version = pulled(policy.export_shards("base"), tmp_path, 0)
+    assert read_tensor_shapes(folder) == {shard.name: shard.global_shape for shard in policy.export_shards()}
+    assert {shard.name: bytes(shard.data) for shard in named_shards(folder)} == dict(bits(policy))
+    with closing(Cache(tmp_path / "cache")) as cache:
+        assert ModelFolderSeeder(folder)(version.manifest, cache) == len([*version.manifest.chunks()])
+    exported = LocalRunFolder(tmp_path / "run", folder, KEY).export(policy.export_shards())
+    for model in (folder, exported):
+        loaded, report = AutoModelForImageTextToText.from_pretrained(model, output_loading_info=True)
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
+        own = loaded.state_dict()
+        assert {name: own[name].numpy().tobytes() for name, _ in bits(policy)} == dict(bits(policy))
 
 
 def test_frozen_tower_stays_as_it_is(folder: Path, vision: VisionConfig, tmp_path: Path) -> None:
@@ -293,7 +346,7 @@ def test_step_without_images_is_an_update_of_the_tower_that_a_checkpoint_restore
 
 
 async def test_adapter_has_the_same_log_probabilities_in_trainer_worker_and_peft(
-    folder: Path, vision: VisionConfig, tmp_path: Path
+    folder: Path, vision: VisionConfig, tmp_path: Path, model: Any, family: str
 ) -> None:
     """The worker has it apart from the weights, then merged into them."""
     policy = policy_of(tmp_path, lora=LoraSpec(rank=4))
@@ -306,10 +359,10 @@ async def test_adapter_has_the_same_log_probabilities_in_trainer_worker_and_peft
         policy.step(3e-2)
     run_folder = LocalRunFolder(tmp_path / "run", folder, KEY)
     peft_folder = run_folder.export_adapter(policy.export_shards("adapter"), policy.adapter_json)
-    adapted: Any = PeftModel.from_pretrained(tiny_vision.make(), str(peft_folder)).eval()
+    adapted: Any = PeftModel.from_pretrained(tiny_vision.make(family=family), str(peft_folder)).eval()
     names = {name for name, _ in adapted.named_parameters() if ".lora_" in name}
     assert len(names) == 2 * 2 * 7, "all linear layers of the language model, and none of the tower"
-    base = pulled_base(tiny_vision.make(), tmp_path)
+    base = pulled_base(model, tmp_path)
     staged = AdaptedVersion(
         pulled(policy.export_shards("adapter"), tmp_path, 1, base=base, adapter_json=policy.adapter_json), base
     )
@@ -332,7 +385,7 @@ async def test_adapter_has_the_same_log_probabilities_in_trainer_worker_and_peft
             if request_.job_id:
                 assert result.logprobs == pytest.approx(column, abs=1e-4)
             else:
-                assert result.logprobs == pytest.approx(prompt.logprobs(tiny_vision.make(), result.tokens), abs=1e-4)
+                assert result.logprobs == pytest.approx(prompt.logprobs(model, result.tokens), abs=1e-4)
                 assert result.logprobs != pytest.approx(column, abs=0.1)
     await engine.close()
 

@@ -11,7 +11,14 @@ import numpy as np
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3VLConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+)
+
+from rlboost.shared.data.vision import FAMILIES
 
 SPECIAL = ("<pad>", "<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 COLORS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220), "white": (235, 235, 235)}
@@ -34,22 +41,27 @@ PROCESSOR = {
 }
 
 
-def config() -> Any:
-    """Return the configuration of a model with mixed positions and features of two layers of its tower."""
-    text = {
+def config(family: str = "qwen3_vl") -> Any:
+    """Return the configuration of a model whose tower adds features of two layers, or attends in windows."""
+    older = family == "qwen2_5_vl"
+    text: dict[str, Any] = {
         "vocab_size": len(WORDS),
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
         "max_position_embeddings": 96,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        "bos_token_id": 2,
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    tower = {
+    rope = {"rope_theta": 5e6, "rope_type": "default"}
+    if older:
+        text["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
+    else:
+        text |= {"head_dim": 16, "rope_parameters": {**rope, "mrope_section": [4, 2, 2], "mrope_interleaved": True}}
+    tower: dict[str, Any] = {
         "depth": 2,
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -58,27 +70,40 @@ def config() -> Any:
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
         "out_hidden_size": 32,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
     }
+    if older:
+        tower |= {"window_size": 2 * 8, "fullatt_block_indexes": [1]}
+    else:
+        tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     ids = {"image_token_id": IMAGE, "video_token_id": 0, "vision_start_token_id": 3, "vision_end_token_id": 4}
-    return Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
+    kind: Any = Qwen2_5_VLConfig if older else Qwen3VLConfig
+    return kind(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
 
 
-def make(seed: int = 0, steepness: float = 1.5) -> Any:
+def make(seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl") -> Any:
     """Return a float32 model whose distributions are neither flat nor peaked."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = AutoModelForImageTextToText.from_config(config(), attn_implementation="sdpa").eval()
+        model: Any = AutoModelForImageTextToText.from_config(config(family), attn_implementation="sdpa").eval()
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=steepness * parameter[0].numel() ** -0.5)
     return model.requires_grad_(requires_grad=False)
 
 
-def write(directory: Path, seed: int = 0, steepness: float = 1.5) -> Path:
-    """Write a model with its processor's files, and return the directory."""
-    make(seed, steepness).save_pretrained(directory)
+def write(directory: Path, seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl") -> Path:
+    """Write a model with its processor's files, as those of its family are published, and return the directory."""
+    make(seed, steepness, family).save_pretrained(directory)
+    processor: dict[str, Any] = {**PROCESSOR, "image_mean": FAMILIES[family].mean, "image_std": FAMILIES[family].std}
+    if family == "qwen2_5_vl":
+        described = json.loads((directory / "config.json").read_text())
+        flat = {name: value for name, value in described.pop("text_config").items() if name != "model_type"}
+        rope = flat.pop("rope_parameters")
+        flat |= {"rope_theta": rope["rope_theta"], "sliding_window": 32768, "max_window_layers": 2}
+        flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        (directory / "config.json").write_text(json.dumps({**flat, **described}))
+        size = processor.pop("size")
+        processor |= {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     whole = PreTrainedTokenizerFast(
@@ -89,7 +114,7 @@ def write(directory: Path, seed: int = 0, steepness: float = 1.5) -> Path:
     )
     whole.chat_template = TEMPLATE
     whole.save_pretrained(directory)
-    (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     return directory
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from rlboost import report
 from rlboost.cli import app
-from rlboost.commands import demo as command
+from rlboost.commands import system as command
 from rlboost.demo import run
 from rlboost.demo import run as running
 from rlboost.demo.run import GOAL, countdown
