@@ -34,8 +34,11 @@ PROCESSOR = {
 }
 
 
-def config() -> Any:
-    """Return the configuration of a model with mixed positions and features of two layers of its tower."""
+def config(head_dim: int = 16) -> Any:
+    """Return the configuration of a model with mixed positions and features of two layers of its tower.
+
+    vLLM needs heads of 32 on a CPU.
+    """
     text = {
         "vocab_size": len(WORDS),
         "hidden_size": 32,
@@ -43,9 +46,13 @@ def config() -> Any:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": head_dim,
         "max_position_embeddings": 96,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        "rope_parameters": {
+            "rope_type": "default",
+            "mrope_section": [head_dim // 4, head_dim // 8, head_dim // 8],
+            "mrope_interleaved": True,
+        },
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
@@ -65,20 +72,20 @@ def config() -> Any:
     return Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
 
 
-def make(seed: int = 0, steepness: float = 1.5) -> Any:
+def make(seed: int = 0, steepness: float = 1.5, head_dim: int = 16) -> Any:
     """Return a float32 model whose distributions are neither flat nor peaked."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = AutoModelForImageTextToText.from_config(config(), attn_implementation="sdpa").eval()
+        model: Any = AutoModelForImageTextToText.from_config(config(head_dim), attn_implementation="sdpa").eval()
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=steepness * parameter[0].numel() ** -0.5)
     return model.requires_grad_(requires_grad=False)
 
 
-def write(directory: Path, seed: int = 0, steepness: float = 1.5) -> Path:
+def write(directory: Path, seed: int = 0, steepness: float = 1.5, head_dim: int = 16) -> Path:
     """Write a model with its processor's files, and return the directory."""
-    make(seed, steepness).save_pretrained(directory)
+    make(seed, steepness, head_dim).save_pretrained(directory)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     whole = PreTrainedTokenizerFast(
