@@ -36,8 +36,8 @@ from rlboost.shared.messages.codec import PROTOCOL
 from rlboost.shared.process.system import collect_garbage_rarely
 from rlboost.shared.wire import F32, I32, U8, U32, U64, pack
 from rlboost.simulation import POLICIES, Lengths, SimulatedJob
-from rlboost.simulation.job import JOB_ID, JOB_NO
 from rlboost.simulation.policies.rlboost import DomainManager
+from rlboost.simulation.scenario import JOB_ID, JOB_NO
 
 GROUP_SIZE = 8
 TOKENS = 16

@@ -8,7 +8,7 @@
 One JSON line for each fit or run, then for `table` one for each policy: means over the seeds, lowest and highest. `fit`
 uses the paper's numbers for constant fleets only: of 8B, 10, 12, 14, 16 and 18 thousand tokens/s with 0 to 4 instances;
 of 14B, 1.37 times veRL with one instance, and 1.64 times that with six. Its results are in
-`rlboost/simulation/presets.py` and in `VERL_FACTORS`. `table` shows what was not fitted: traces, and 32B.
+`rlboost/simulation/scenario.py` and in `VERL_FACTORS`. `table` shows what was not fitted: traces, and 32B.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any, get_args
 from benchmarks.step_bound import shortest_steps
 from rlboost.simulation import POLICIES, Machine, SimulatedJob, SimulationResult, simulate
 from rlboost.simulation.policies import ABLATIONS
-from rlboost.simulation.presets import GBIT, SHAPES, Completions, Fit, Model, preset
 from rlboost.simulation.result import summarize
+from rlboost.simulation.scenario import GBIT, SHAPES, Completions, Fit, Model, preset
 from rlboost.simulation.traces import G4DN, FleetTrace, generate_trace, read_trace
 
 Row = dict[str, Any]

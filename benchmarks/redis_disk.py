@@ -24,7 +24,7 @@ import redis.exceptions
 import stamina
 
 from rlboost.local import redis_server
-from rlboost.local.ports import Ports
+from rlboost.local.cluster import Ports
 
 POLICIES = ("no", "everysec", "always")
 CLIENTS = (1, 8, 64)

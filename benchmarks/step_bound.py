@@ -26,9 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rlboost.simulation.job import Group, SimulatedJob
-from rlboost.simulation.machine import DELTA_SHARE, Machine
 from rlboost.simulation.result import SimulationResult
+from rlboost.simulation.scenario import DELTA_SHARE, Group, Machine, SimulatedJob
 from rlboost.simulation.traces import FleetTrace
 
 Array = npt.NDArray[np.float64]

@@ -11,16 +11,15 @@ from typing import Annotated
 
 import typer
 
-from rlboost.commands import agents, demo, job_files, jobs, machines, models, plan, system, token, views
+from rlboost.commands import agents, job_files, jobs, machines, models, plan, system, views
 from rlboost.commands.common import EXIT_INTERRUPTED, new_app
 from rlboost.shared.secrets import clean_environment
 from rlboost.shared.variables import ignored
 from rlboost.terminal import echo
 
 app = new_app("Train language models with reinforcement learning, with rollouts on spot GPUs.", top=True)
-for group in (job_files, system, demo, jobs, views, models, plan, machines, agents):
+for group in (job_files, system, jobs, views, models, plan, machines, agents):
     group.register(app)
-app.add_typer(token.app, name="token")
 
 
 def _print_version(is_given: bool) -> None:

@@ -9,9 +9,8 @@ from typing import Annotated
 import yaml
 from pydantic import Field, ValidationError
 
-from rlboost.shared import strict_yaml
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.validation import Section, describe
+from rlboost.shared.validation import Section, describe, read_yaml
 
 _HOW_TO_WRITE = "write it as 'rlboost prices' does, such as 'workers: {h100: 2.5}'"
 
@@ -39,7 +38,7 @@ def read_prices(path: Path) -> Prices:
 
     """
     try:
-        return Prices.model_validate(strict_yaml.read(path.read_text(encoding="utf-8")))
+        return Prices.model_validate(read_yaml(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"prices {path}: {error.strerror}: name a file that exists") from error
     except ValidationError as error:

@@ -217,8 +217,7 @@ def _check_program(command: Any) -> None:
     if not _is_operators_program(program.resolve()) or not program.is_file():
         raise ForbiddenFunction(
             f"command: {command[0]} is no file in the folder in which the trainer was started, or in a folder of "
-            "PYTHONPATH, or is hidden or of an installed package there: name such a script, as ./agent.sh, which may "
-            "start any other program"
+            "PYTHONPATH, or is hidden or of an installed package: name a script, as ./agent.sh, which may start others"
         )
     if not os.access(program, os.X_OK):
         raise ForbiddenFunction(f"command: {command[0]} cannot be executed: run chmod +x on it")
@@ -230,13 +229,11 @@ def _is_operators_program(program: Path) -> bool:
     Programs of installed packages run any other: `torchrun --no-python /bin/sh`.
     """
     for folder in {one.resolve() for one in _operators()}:
-        if not program.is_relative_to(folder):
-            continue
-        inner = program.relative_to(folder)
-        parents = [folder / parent for parent in inner.parents]
-        is_hidden = any(part.startswith(".") for part in inner.parts)
-        if not is_hidden and not any((parent / "pyvenv.cfg").is_file() for parent in parents):
-            return not _is_below(program, _installed() | _ours())
+        if program.is_relative_to(folder):
+            inner = program.relative_to(folder)
+            environments = [folder / parent / mark for parent in inner.parents for mark in ("pyvenv.cfg", "conda-meta")]
+            if not any(part.startswith(".") for part in inner.parts) and not any(map(Path.exists, environments)):
+                return not _is_below(program, _installed() | _ours())
     return False
 
 
@@ -346,6 +343,8 @@ def _ours() -> set[Path]:
 
 
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
+_TRL_ONLY = ("log_extra", "log_metric", "trainer_state")
+"""Arguments of TRL's trainer that are not passed here."""
 RAW_ARGUMENTS = ("completions_raw",)
 """Ours, for functions of TRL's signature that have such a parameter: the completions with special tokens."""
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -467,6 +466,12 @@ def detect_style(function: Callable[..., Any], arguments: Mapping[str, Any], sty
     if style == "auto":
         style = "verl" if "solution_str" in takes and "completions" not in takes else "trl"
     parameters = VERL_ARGUMENTS if style == "verl" else TRL_ARGUMENTS
+    required = {name for name, p in signature.parameters.items() if name in takes and p.default is p.empty}
+    if unpassed := [name for name in _TRL_ONLY if name in required and name not in arguments]:
+        raise InvalidUserFunction(
+            f"RLBoost does not pass {', '.join(unpassed)}, as TRL's trainer does: give such parameters a default, and "
+            "measure with further reward functions of weight 0"
+        )
     passed = [name for name in (*parameters, *(RAW_ARGUMENTS if style == "trl" else ())) if name in arguments]
     if passed:
         raise InvalidUserFunction(f"RLBoost itself passes {passed[0]!r}: remove it from reward.arguments")

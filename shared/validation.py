@@ -1,14 +1,16 @@
-"""Base classes for sections of user-written files, and pydantic's errors as readable lines."""
+"""Base classes for sections of user-written files, their YAML, and pydantic's errors as readable lines."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
+import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
+from yaml.constructor import ConstructorError
 
 Place = tuple[int | str, ...]
 Advice = Callable[[str, object, bool], str]
@@ -90,6 +92,13 @@ def _function_path(value: str) -> str:
     module, _, name = value.partition(":")
     if not module or not name:
         raise ValueError(f"{value!r} is not of the form package.module:function")
+    if "/" in module or module.endswith(".py"):
+        parts = [part for part in module.removesuffix(".py").split("/") if part != "."]
+        inner = parts[-1:] if {"", "..", "~"} & {*parts} else parts
+        raise ValueError(
+            f"{value!r} names a file: name its module, as {'.'.join(inner)}:{name}, which the trainer imports from the "
+            "folder in which it was started, or from a folder of PYTHONPATH"
+        )
     return value
 
 
@@ -270,3 +279,43 @@ def _section(name: str, base: type[BaseModel] = Section) -> str:
             return f"a section with the keys {', '.join(one.model_fields)}"
         classes += one.__subclasses__()
     return "a section"
+
+
+# --- YAML that rejects duplicate keys in a mapping, where PyYAML would keep the last one ------------------------------
+
+
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+class DuplicateKey(ConstructorError):
+    """A mapping has the same key twice."""
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
+                continue
+            if (key.tag, key.value) in seen:
+                raise DuplicateKey(None, None, f"{key.value!r} is given twice: remove one", key.start_mark)
+            seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+    def construct_timestamp(self, node: yaml.ScalarNode) -> Any:
+        return self.construct_yaml_timestamp(node)
+
+
+# Libraries replace it in PyYAML's own class for the whole process, such as the grammars of vLLM.
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_timestamp)
+
+
+def read_yaml(text: str) -> object:
+    """Parse a document into plain values.
+
+    Raises:
+        DuplicateKey: a mapping has a key twice.
+        yaml.YAMLError: the text is not YAML.
+
+    """
+    return yaml.load(text, _Loader)  # noqa: S506 - derived from SafeLoader

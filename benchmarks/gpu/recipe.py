@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from rlboost.client import Client
 from rlboost.jobs import new_folder
 from rlboost.jobs.file import complete
-from rlboost.jobs.model_path import is_hub_id
+from rlboost.jobs.hub import is_hub_id
 from rlboost.local.cluster import LocalCluster
 from rlboost.local.processes import LocalOptions
 from rlboost.local.spec_file import SystemSpec, local_options

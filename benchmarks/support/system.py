@@ -15,7 +15,7 @@ import httpx
 import redis
 
 from rlboost.local import redis_server
-from rlboost.local.ports import Ports
+from rlboost.local.cluster import Ports
 from rlboost.shared.messages.codec import PROTOCOL, PROTOCOL_HEADER
 
 TOKEN = "benchmark"

@@ -199,8 +199,8 @@ def run(
     A file or module missing here is only a warning if the system runs on another machine or in another folder.
     """
     from rlboost.jobs import file as jobfile  # noqa: PLC0415 - only this command needs it
+    from rlboost.shared.job.base import TRACKERS  # noqa: PLC0415 - likewise
     from rlboost.shared.job.file import load  # noqa: PLC0415 - only this command needs it
-    from rlboost.shared.job.log import TRACKERS  # noqa: PLC0415 - likewise
 
     if by is not None:
         overrides = [*(overrides or []), f"elastic.finish_by='{deadline(by, datetime.now().astimezone()).isoformat()}'"]

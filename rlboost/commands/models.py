@@ -55,12 +55,11 @@ def evaluate(
     """
     from rlboost.job_lines import end_line  # noqa: PLC0415 - keeps --help quick
     from rlboost.jobs import file as jobfile  # noqa: PLC0415 - only this command needs it
-    from rlboost.jobs.evaluation import require_read  # noqa: PLC0415 - likewise
     from rlboost.shared.job.file import load  # noqa: PLC0415 - only this command needs it
 
     overrides = overrides or []
     for override in overrides:
-        require_read(override)
+        jobfile.require_read(override)
     asked = None
     if Path(target).suffix in _FILES:
         asked = _evaluation_of(target, load(target, overrides), model, samples)
@@ -97,7 +96,7 @@ def _spec_of(client: Client, job_id: str, overrides: list[str]) -> dict[str, Any
 
 
 def _evaluation_of(target: str, raw: dict[str, Any], model: str | None, samples: int | None) -> dict[str, Any]:
-    from rlboost.jobs.evaluation import evaluation_of  # noqa: PLC0415 - keeps --help quick
+    from rlboost.jobs.file import evaluation_of  # noqa: PLC0415 - keeps --help quick
 
     try:
         return evaluation_of(raw, model, samples)

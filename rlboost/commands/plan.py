@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rlboost.planning import Plan, Spread
-    from rlboost.simulation.presets import Completions, Model
     from rlboost.simulation.result import Summary
+    from rlboost.simulation.scenario import Completions, Model
 
 
 # --- `rlboost plan`: predict time and dollars of a job on spot fleets of several sizes --------------------------------
@@ -203,8 +203,8 @@ def simulate(  # noqa: PLR0913, PLR0917 - the options of a command
     """
     from rlboost.simulation import simulate as run  # noqa: PLC0415 - keeps --help quick
     from rlboost.simulation.policies import ABLATIONS, POLICIES  # noqa: PLC0415 - likewise
-    from rlboost.simulation.presets import LENGTHS, SHAPES, preset  # noqa: PLC0415 - likewise
     from rlboost.simulation.result import summarize  # noqa: PLC0415 - likewise
+    from rlboost.simulation.scenario import LENGTHS, SHAPES, preset  # noqa: PLC0415 - likewise
     from rlboost.simulation.traces import trace_segment  # noqa: PLC0415 - likewise
 
     known = POLICIES | ABLATIONS
@@ -308,8 +308,8 @@ def memory(
 
 
 def _show_fit(model: str, tokens: int, *, as_json: bool) -> None:
+    from rlboost.jobs.hub import config_of  # noqa: PLC0415 - likewise
     from rlboost.jobs.memory import fit_of  # noqa: PLC0415 - keeps --help quick
-    from rlboost.jobs.model_path import config_of  # noqa: PLC0415 - likewise
 
     found = fit_of(config_of(model), tokens)
     if as_json:

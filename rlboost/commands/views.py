@@ -82,16 +82,11 @@ def report(
 
     A job may be running: its report shows what there is so far.
     """
-    from rlboost.report.page import write  # noqa: PLC0415 - keeps --help quick
+    from rlboost.report import load, read, report_of, write  # noqa: PLC0415 - keeps --help quick
 
     if Path(source).suffix == ".json":
-        from rlboost.report.page import report_of  # noqa: PLC0415 - likewise
-        from rlboost.report.record import load  # noqa: PLC0415 - keeps --help quick
-
         found = report_of(load(Path(source)))
     else:
-        from rlboost.report.page import read  # noqa: PLC0415 - keeps --help quick
-
         with connect(state) as client:
             found = read(client, client.jobs.find(source))
     echo(write(found, out).absolute())

@@ -34,7 +34,7 @@ from rlboost.local.detached import cancel_on_signals
 from rlboost.local.processes import LocalOptions
 from rlboost.local.state import StateDir
 from rlboost.local.supervisor import ClusterEvent
-from rlboost.report.record import Observation, PlannedChange, Record, SeenWorker, Settings
+from rlboost.report import Observation, PlannedChange, Record, SeenWorker, Settings
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.ids import worker_name
 from rlboost.shared.job import spec as job_spec

@@ -13,13 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rlboost.client import ServerEvent
-from rlboost.demo.picture import clock
+from rlboost.demo.live import clock
 from rlboost.job_lines import GONE, unix_s
 from rlboost.local.layout import n_cpus
 from rlboost.local.state import ProcessRecord
 from rlboost.local.supervisor import ClusterEvent
-from rlboost.report.page import shown_samples
-from rlboost.report.record import (
+from rlboost.report import (
     Action,
     Change,
     JobEvent,
@@ -29,6 +28,7 @@ from rlboost.report.record import (
     Record,
     SeenWorker,
     checks,
+    shown_samples,
 )
 
 # --- Collect the record of a run while it runs ------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Check a job file before it is submitted: its fields, and the files and code it names."""
+"""Check a job file before it is submitted: its fields, the files and code it names, and how it fits on the GPUs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from rlboost.jobs.device_check import Fit, fit
+from rlboost.jobs import memory
+from rlboost.jobs.hub import is_hub_id, nearest
+from rlboost.jobs.memory import size_of
 from rlboost.jobs.model_check import (
     DataFindings,
     MissingHere,
@@ -22,8 +24,7 @@ from rlboost.jobs.model_check import (
     n_parameters,
     path_warning,
 )
-from rlboost.jobs.model_path import is_hub_id, nearest
-from rlboost.local.layout import DeviceSummary
+from rlboost.local.layout import DeviceSummary, n_gpus
 from rlboost.shared.data.examples import examples_of, labelled_of, margin_of, pair_of, prompt_of
 from rlboost.shared.data.images import split_images
 from rlboost.shared.data.rows import (
@@ -45,8 +46,136 @@ from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.job.reward import column_problem
 from rlboost.shared.job.spec import GeneratingJob, InvalidJob, JobSpec, RlJob, parse
 from rlboost.shared.job.training import TrainerSpec
-from rlboost.shared.model.folder import REWARD_MODEL, read_config, require_reward_model
+from rlboost.shared.model.experts import count_in_experts
+from rlboost.shared.model.folder import REWARD_MODEL, count_parameters, read_config, require_reward_model
 from rlboost.shared.user_code import ForbiddenFunction, check_arguments
+
+# --- Check a job whose model is a folder against the GPUs of the system, before anything loads ------------------------
+
+_GIB = 1 << 30
+
+
+class Fit(NamedTuple):
+    """How a job fits on the GPUs, one line each."""
+
+    problems: list[str]
+    advice: list[str]
+
+
+def fit(spec: JobSpec, devices: DeviceSummary) -> Fit:
+    """Return what does not fit for certain, and what probably wastes a GPU or runs out of memory.
+
+    Sizes that the model's files do not give are not checked.
+    """
+    found = Fit([], [])
+    try:
+        config = read_config(Path(spec.model).expanduser())
+        n_parameters = count_parameters(Path(spec.model).expanduser())
+        n_in_experts = count_in_experts(Path(spec.model).expanduser())
+    except ConfigError:
+        return found
+    config = config.get("text_config", config)
+    if devices.tensor_parallel:
+        _check_engines(spec, config, n_parameters, devices, found)
+    if spec.kind != "eval" and spec.trainer.nodes == 1:  # the GPUs of other machines are not known here
+        model = memory.trained_model(spec, n_parameters, n_in_experts, *_added_parameters(spec, config))
+        _check_trainer(spec, model, devices, found)
+    return found
+
+
+def _added_parameters(spec: JobSpec, config: dict[str, Any]) -> tuple[int, int, int]:
+    """Return the parameters of adapter and critic, teacher, and reward models; 0 in a family of unknown sizes."""
+    try:
+        added = memory.added_parameters(spec, size_of(config))
+        return added, memory.teacher_parameters(spec), memory.scoring_parameters(spec)
+    except ConfigError:
+        return 0, 0, 0
+
+
+def _check_engines(
+    spec: JobSpec, config: dict[str, Any], n_parameters: int, devices: DeviceSummary, found: Fit
+) -> None:
+    if isinstance(spec, OfflineJob):
+        return
+    split = devices.tensor_parallel
+    heads = config.get("num_attention_heads")
+    if isinstance(heads, int) and heads % split:
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        found.problems.append(
+            f"model: its {heads} attention heads cannot be divided by --tensor-parallel {split}: use one of {divisors}"
+        )
+    budget = devices.engine_memory_bytes
+    if not budget:
+        return
+    n_tokens = spec.sampling.max_tokens
+    needed = memory.engine_bytes(n_parameters, _kv_token_bytes(config), n_tokens, split)
+    if needed > budget:
+        found.problems.append(
+            f"model: an engine needs {_gib(needed)} per GPU for weights and one sample of {n_tokens} tokens, and has "
+            f"{_gib(budget)}: raise --gpu-memory-utilization or --tensor-parallel, or take a smaller model"
+        )
+
+
+def _check_trainer(spec: JobSpec, model: memory.TrainedModel, devices: DeviceSummary, found: Fit) -> None:
+    trainer = spec.trainer
+    n_ranks = trainer.n_ranks
+    if n_ranks > devices.trainer_gpus:
+        found.problems.append(
+            f"{_ranks(trainer)}: the job trains in {n_ranks} processes with a GPU each, and the trainer has "
+            f"{n_gpus(devices.trainer_gpus)}: lower one, or give more --trainer-gpus"
+        )
+    elif n_ranks < devices.trainer_gpus:
+        found.advice.append(
+            f"{_ranks(trainer)}: the job trains on {n_ranks} of the trainer's {n_gpus(devices.trainer_gpus)}: "
+            "raise one to use them all"
+        )
+    available = devices.trainer_memory_bytes
+    if not available:
+        return
+    needed = memory.state_bytes(model, trainer)
+    if needed > available:
+        found.problems.append(
+            f"model: the trainer needs {_gib(needed)} per GPU for weights, optimizer and gradients, and a GPU has "
+            f"{_gib(available)}: {_more_shards(trainer)}, or see docs/gpu-memory.md"
+        )
+        return
+    resident = memory.generating_bytes(model, trainer)
+    if (n_others := devices.n_time_sharing - 1) and needed + n_others * resident > available:
+        offload = "set it to all" if trainer.offload != "all" else "lower --trainers"
+        found.problems.append(
+            f"trainer.offload: {devices.n_time_sharing} trainers use a GPU of {_gib(available)} in turns. One of a job "
+            f"like this needs {_gib(needed)} while it trains, and each of the others keeps {_gib(resident)}: {offload}"
+        )
+    if devices.shared_memory_bytes and resident + devices.shared_memory_bytes > available:
+        found.advice.append(
+            f"trainer.offload: the trainer keeps {_gib(resident)} on a GPU of {_gib(available)} while its engines use "
+            f"{_gib(devices.shared_memory_bytes)}: set it to all, or lower --gpu-memory-utilization"
+        )
+
+
+def _ranks(trainer: TrainerSpec) -> str:
+    """Return the keys whose product is the number of ranks."""
+    split = "tensor_parallel x pipeline_parallel x " if trainer.backend == "megatron" else ""
+    return f"trainer.data_parallel x {split}context_parallel"
+
+
+def _more_shards(trainer: TrainerSpec) -> str:
+    return "raise trainer.fsdp_size, or remove it" if trainer.fsdp_size else f"raise {_ranks(trainer)}"
+
+
+def _kv_token_bytes(config: dict[str, Any]) -> int:
+    """Return the KV cache of one token, 0 if the configuration does not give it."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    layers = config.get("num_hidden_layers")
+    if not (isinstance(heads, int) and isinstance(hidden, int) and isinstance(layers, int)) or not heads:
+        return 0
+    head_dim = config.get("head_dim") or hidden // heads
+    return memory.kv_token_bytes(layers, config.get("num_key_value_heads") or heads, head_dim)
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / _GIB:.1f} GiB"
+
 
 # --- Warn about learning rates that usually ruin a model --------------------------------------------------------------
 
@@ -257,6 +386,7 @@ def _check(spec: JobSpec, on_part: Callable[[str], None], devices: DeviceSummary
         [
             *filter(None, [advice, _warm_up_advice(spec), _isolation_advice(spec), _nucleus_advice(spec)]),
             *fits.advice,
+            *data.advice,
             *some,
         ],
         [*_notices(spec.model), *data.notices],

@@ -1,8 +1,9 @@
-"""Resolve a job file for submission: defaults filled in, validated, local paths absolute."""
+"""Job files: resolve one for submission (defaults, validation, absolute local paths), or derive an evaluation job."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import yaml
 from rlboost.shared.data.rows import exists_locally
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job import spec as job_spec
+from rlboost.shared.job.file import read_override
+from rlboost.shared.job.fleet import EvalSpec
 
 
 def resolved(file: str, raw: dict[str, Any]) -> dict[str, Any]:
@@ -60,3 +63,93 @@ def as_yaml(job: dict[str, Any]) -> str:
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute()) if exists_locally(path) else path
+
+
+# --- Derive an evaluation job from a training job ---------------------------------------------------------------------
+
+_NAMES = ("name", "model")
+_COPIED = ("environment", "agent", "models", "reward", "sampling")
+_COPIED_FROM = {
+    "data": ("eval", "eval_split", "subset", "prompt_key", "chat_template_kwargs", "max_prompt_tokens"),
+    "trainer": (
+        "backend",
+        "dtype",
+        "seed",
+        "offload",
+        "data_parallel",
+        "context_parallel",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "expert_parallel",
+        "sequence_parallel",
+    ),
+    "elastic": ("seeding", "share"),
+    "eval": ("samples", "pass_reward", "sets"),
+}
+_SUFFIX = "-eval"
+_NAME_CHARS = 64
+
+
+def evaluation_of(job: Mapping[str, Any], model: str | None = None, samples: int | None = None) -> dict[str, Any]:
+    """Return a job file of `kind: eval` for a job: its held-out data, reward and sampling, without training settings.
+
+    Does not validate: errors of the input job remain in the output.
+
+    Args:
+        job: a job file as a mapping, of any kind.
+        model: evaluated instead of the job's own model.
+        samples: number of completions of each set; None for the job's own number, or the default.
+
+    Raises:
+        ConfigError: the job has no reward or no held-out data.
+
+    """
+    made: dict[str, Any] = {"kind": "eval", "name": _name(str(job.get("name", "job")))}
+    if (evaluated := model or job.get("model")) is not None:
+        made["model"] = evaluated
+    made |= {name: job[name] for name in _COPIED if job.get(name) is not None}
+    for section, names in _COPIED_FROM.items():
+        given = job.get(section) or {}
+        is_section = isinstance(given, Mapping)
+        made[section] = {name: given[name] for name in names if given.get(name) is not None} if is_section else given
+    _drop_unneeded_parallelism(made["trainer"])
+    if not made.keys() & {"reward", "environment", "agent"}:
+        raise ConfigError("there is no reward: give a job file that has one, and --model to evaluate")
+    sets = made["eval"].get("sets") if isinstance(made["eval"], dict) else None
+    if isinstance(made["data"], dict) and "eval" not in made["data"] and not sets:
+        raise ConfigError("data.eval is not set: name held-out prompts, such as data.eval=test.jsonl")
+    if isinstance(made["eval"], dict):
+        made["eval"].setdefault("samples", EvalSpec().samples)
+        if samples is not None:
+            made["eval"]["samples"] = samples
+            if isinstance(sets, Mapping):
+                own = {name: one for name, one in sets.items() if isinstance(one, Mapping)}
+                made["eval"]["sets"] = {**sets, **{name: {**one, "samples": samples} for name, one in own.items()}}
+    return made
+
+
+def require_read(override: str) -> None:
+    """Refuse an override that no evaluation reads, for example because of a misspelled name.
+
+    Raises:
+        ConfigError: no evaluation reads it, or it is not of the form `a.b=v`.
+
+    """
+    (section, *keys), value = read_override(override)
+    if section in (*_NAMES, *_COPIED):
+        return
+    inner = keys[:1] or (value if isinstance(value, Mapping) else [])
+    if section in _COPIED_FROM and all(key in _COPIED_FROM[section] for key in inner):
+        return
+    read = [*_NAMES, *_COPIED, *(f"{name} ({', '.join(keys)})" for name, keys in _COPIED_FROM.items())]
+    raise ConfigError(f"override {override!r}: an evaluation reads {', '.join(read)}: omit it, or correct its name")
+
+
+def _drop_unneeded_parallelism(trainer: object) -> None:
+    """Reduce Megatron's data parallelism to what divides the experts: unlike FSDP2's, it divides nothing else."""
+    if isinstance(trainer, dict) and trainer.get("backend") == "megatron" and "data_parallel" in trainer:
+        trainer["data_parallel"] = trainer.get("expert_parallel", 1)
+
+
+def _name(name: str) -> str:
+    return name if name.endswith(_SUFFIX) else name[: _NAME_CHARS - len(_SUFFIX)] + _SUFFIX

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlboost.jobs.model_path import is_hub_id, nearest
+from rlboost.jobs.hub import is_hub_id, nearest
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import CHUNK_LOGITS, MAX_LOGITS, LoraSpec, TrainerSpec

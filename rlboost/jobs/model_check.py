@@ -28,8 +28,8 @@ from rlboost.services.trainer.ports.samples import EnvironmentFault
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.data.rows import Row, is_remote, names_of
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.base import missing_log_libraries
 from rlboost.shared.job.images import require_supported
-from rlboost.shared.job.log import missing_log_libraries
 from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import check_targets
@@ -241,6 +241,7 @@ class DataFindings(NamedTuple):
     example: str = ""
     """The first prompt as the model sees it, and what follows it in training; empty if it is unknown."""
     notices: Sequence[str] = ()
+    advice: Sequence[str] = ()
     data: Data | None = None
     """The prompts, None if they cannot be tokenized here."""
 
@@ -281,7 +282,7 @@ def _load_data(spec: JobSpec) -> DataFindings:
     answers = () if first is None else (ints(first.completion), ints(first.rejected))
     what = "what is better" if spec.kind == "reward" else "what it is trained to answer"
     example = "" if first is None else _shown(data, ints(first.tokens), *answers, what=what)
-    return DataFindings(example=example, notices=notices, data=data)
+    return DataFindings(example=example, notices=notices, advice=data.advice, data=data)
 
 
 def check_environment(spec: JobSpec, data: Data | None) -> DataFindings:

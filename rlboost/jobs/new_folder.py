@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlboost import examples, recipes
 from rlboost.examples.sums import make_data
-from rlboost.jobs.model_path import is_hub_id
+from rlboost.jobs.hub import is_hub_id
 from rlboost.shared.errors import ConfigError
 
 MODEL = "model"

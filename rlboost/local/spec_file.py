@@ -16,10 +16,9 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 from rlboost.local import layout
 from rlboost.local.layout import Gpu, list_gpus, select
 from rlboost.local.processes import LOOPBACK, LocalOptions, reserved_names, spot_names, trainer_names, trainer_of
-from rlboost.shared import strict_yaml
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.process.modules import EngineName, require_engine
-from rlboost.shared.validation import Section, describe
+from rlboost.shared.validation import Section, describe, read_yaml
 
 
 class MachineSpec(Section):
@@ -197,7 +196,7 @@ def _located(line: str, options: Mapping[str, Any], file: Path | None) -> str:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        raw = strict_yaml.read(file.read_text(encoding="utf-8"))
+        raw = read_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{file}: {getattr(error, 'strerror', None) or error}: name a file that can be read"

@@ -8,11 +8,10 @@ Workers, trainer, network and cloud are simulated; what is placed, migrated, rec
 
 from __future__ import annotations
 
-from rlboost.simulation.job import Lengths, SimulatedJob
-from rlboost.simulation.machine import EngineSpec, Machine
 from rlboost.simulation.policies import POLICIES, Policy
 from rlboost.simulation.result import InstanceResult, SimulationResult, StepResult
 from rlboost.simulation.run import StepTooLong, simulate
+from rlboost.simulation.scenario import EngineSpec, Lengths, Machine, SimulatedJob
 
 __all__ = [
     "POLICIES",

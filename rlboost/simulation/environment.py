@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import Message
-from rlboost.simulation.job import Group, SimulatedJob
-from rlboost.simulation.machine import DELTA_SHARE, EngineSpec, Machine, typical_kv
 from rlboost.simulation.policies import Policy
+from rlboost.simulation.scenario import DELTA_SHARE, EngineSpec, Group, Machine, SimulatedJob, typical_kv
 
 LATENCY_S = 0.02
 """Time of a message through Redis, in either direction."""

@@ -12,14 +12,11 @@ from functools import partial
 
 from rlboost.shared.messages import Assign, Message
 from rlboost.simulation.environment import LATENCY_S, LEASE_S, Environment, generation_s
-from rlboost.simulation.job import SimulatedJob
-from rlboost.simulation.machine import Machine
-from rlboost.simulation.policies import Policy
-from rlboost.simulation.policies.paper import PaperManager
-from rlboost.simulation.policies.polyrl import PolyRLManager
+from rlboost.simulation.policies import Manager, Policy
+from rlboost.simulation.policies.baselines import PaperManager, PolyRLManager
 from rlboost.simulation.policies.rlboost import DomainManager
-from rlboost.simulation.policies.turn import Manager
 from rlboost.simulation.result import Counters, InstanceResult, SimulationResult
+from rlboost.simulation.scenario import Machine, SimulatedJob
 from rlboost.simulation.traces import FleetEvent, FleetTrace
 from rlboost.simulation.trainer import SimTrainer
 from rlboost.simulation.worker import SimWorker

@@ -19,8 +19,8 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.wire import I32, pack
 from rlboost.simulation.environment import Environment
-from rlboost.simulation.job import JOB_ID, Group
 from rlboost.simulation.result import StepResult
+from rlboost.simulation.scenario import JOB_ID, Group
 
 
 @dataclass(slots=True)

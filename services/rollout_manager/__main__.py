@@ -19,8 +19,7 @@ from rlboost.services.rollout_manager.fleet_loops import FleetScaler, StoreCrede
 from rlboost.services.rollout_manager.leadership import LeaderConnection, manager_record
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.ports import FleetProvider
-from rlboost.services.rollout_manager.serving.dialects import error_format
-from rlboost.services.rollout_manager.serving.routes import add_openai_routes
+from rlboost.services.rollout_manager.serving.routes import add_openai_routes, error_format
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.http import server

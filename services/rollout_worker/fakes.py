@@ -23,8 +23,8 @@ from rlboost.services.rollout_worker.ports import (
     StagedWeights,
 )
 from rlboost.shared.errors import BadSignature, Corrupt, NotFound, UnsuitableWeights
-from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.process.system import run_in_thread
+from rlboost.shared.weights.manifest import ParityReference
 from rlboost.shared.wire import ints
 
 if TYPE_CHECKING:

@@ -54,8 +54,8 @@ from rlboost.shared.errors import Corrupt, UnsuitableWeights
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import RESUMES_GRAMMAR
 from rlboost.shared.model.experts import is_mixture
-from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.process.system import run_in_thread
+from rlboost.shared.weights.manifest import ParityReference
 
 if TYPE_CHECKING:
     from rlboost.shared.weights.changed_words import ChangedWords

@@ -13,8 +13,8 @@ from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.shared.errors import Fatal, UnsuitableWeights
-from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.streams.bus import Bus
+from rlboost.shared.weights.manifest import ParityReference
 
 if TYPE_CHECKING:
     import torch

@@ -45,8 +45,8 @@ from rlboost.shared.errors import (
     WaitTimedOut,
     leaves,
 )
+from rlboost.shared.http.access import is_signed
 from rlboost.shared.ids import new_token
-from rlboost.shared.job.command_signature import is_signed
 from rlboost.shared.messages import JobCommand, JobReport, JobState, TrainerStatus
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.process.waiting import Waits

@@ -26,9 +26,8 @@ from rlboost.services.trainer.adapters.torch.ranks import Layout
 from rlboost.services.trainer.adapters.user_code import UserCodeLog, load_loss, load_skip_function
 from rlboost.services.trainer.adapters.weights import RanksPublisher
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts
-from rlboost.services.trainer.domain.loss.function import LossFn
+from rlboost.services.trainer.domain.loss.function import LossFn, sft_loss
 from rlboost.services.trainer.domain.loss.policy import PAIR_LOSS, PolicyLoss, job_loss
-from rlboost.services.trainer.domain.offline import sft_loss
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.ports.samples import Data
 from rlboost.services.trainer.ports.storage import JobResources

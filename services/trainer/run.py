@@ -156,6 +156,7 @@ class JobRun:
         await resources.rewards.start()
         if resources.environments is not None:
             await resources.environments.start()
+        await job.warn(*data.advice)
         if spec.kind == "rl" and spec.sampling.advice:
             await job.warn(spec.sampling.advice)
         if data.n_too_long or data.n_too_long_eval:

@@ -13,9 +13,8 @@ from prometheus_client import REGISTRY
 from rlboost.services.weight_store.adapters.origin import open_origin
 from rlboost.services.weight_store.api import chunk_receiver, create, find_chunk
 from rlboost.services.weight_store.app import WeightStore
-from rlboost.services.weight_store.chunks import LimitedChunks
-from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
-from rlboost.services.weight_store.deltas.edges import DeltaComposer, Deltas
+from rlboost.services.weight_store.chunks import DerivedChunks, LimitedChunks
+from rlboost.services.weight_store.deltas import DeltaComposer, Deltas
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.settings import Settings
 from rlboost.shared.http.access import may_download, may_upload, store_authenticator

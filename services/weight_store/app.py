@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from rlboost.services.weight_store.chunks import DamagedChunks
-from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
-from rlboost.services.weight_store.deltas.edges import Deltas
+from rlboost.services.weight_store.chunks import DamagedChunks, DerivedChunks
+from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.domain import versions
 from rlboost.services.weight_store.domain.versions import JobVersions, Shortfall, Version
 from rlboost.services.weight_store.garbage import Collector, EndedJobs

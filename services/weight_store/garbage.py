@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
-from rlboost.services.weight_store.deltas.edges import Deltas
+from rlboost.services.weight_store.chunks import DerivedChunks
+from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.domain import versions
 from rlboost.services.weight_store.domain.versions import JobVersions, garbage
 from rlboost.services.weight_store.metrics import Metrics

@@ -1,4 +1,4 @@
-"""Rows of data, wherever they are: in `.jsonl` and `.parquet` files, a folder or an id of Hugging Face datasets.
+"""Rows of data, wherever they are: in files, a folder or an id of Hugging Face datasets.
 
 A source is one file, several in a list, those that match a pattern, or those in a folder.
 """
@@ -11,7 +11,9 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from glob import glob, has_magic
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeGuard
 
@@ -23,6 +25,8 @@ from rlboost.shared.process.modules import pip_install
 AGENT_ROWS = "agent:rows"
 """Names the rows that the job's agent has itself."""
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
+"""Those of shards in a folder; Hugging Face datasets loads a folder of others."""
+_SINGLE_KINDS = (".json", ".csv", ".jsonl.zst")
 _SPLIT = re.compile(
     r"(?:^|[\W_\d])(?:train|training|test|testing|eval|evaluation|valid|validation|val|dev)(?:[\W_\d]|$)", re.IGNORECASE
 )
@@ -166,41 +170,83 @@ def read_rows(
 
 def _read(source: str, split: str, subset: str | None) -> Iterator[Row]:
     path = Path(source).expanduser()
-    if source.endswith((".jsonl", ".jsonl.gz")):
+    if source.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         return _jsonl(source, path)
+    if path.suffix == ".json":
+        return _json(source, path)
     if path.suffix == ".parquet":
         return _parquet(source, path)
+    if path.suffix == ".csv":
+        return _dataset(source, path, "train", None)
     if path.is_dir() or is_remote(source):
         return _dataset(source, path, split, subset)
     if not path.suffix and not path.exists():
         raise ConfigError(
             f"{source}: no such file or folder: name one that the trainer can read, or the id of a dataset"
         )
-    raise ConfigError(
-        f"{source}: only {', '.join(FILE_KINDS)} files are read, and folders and ids of Hugging Face datasets"
-    )
+    kinds = ", ".join((*FILE_KINDS, *_SINGLE_KINDS))
+    raise ConfigError(f"{source}: only {kinds} files are read, and folders and ids of Hugging Face datasets")
 
 
 def _jsonl(source: str, path: Path) -> Iterator[Row]:
-    opened = gzip.open if path.suffix == ".gz" else open
-    try:
+    with _reading(source):
+        opened = {".gz": gzip.open, ".zst": _open_zstd}.get(path.suffix, open)
         with opened(path, "rt", encoding="utf-8-sig") as lines:  # with or without a byte order mark
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
+                place, is_array = f"line {number}", number == 1 and line.lstrip().startswith("[")
                 try:
-                    values = parse_json(line)
+                    values = None if is_array else parse_json(line)
                 except (ValueError, RecursionError) as error:
-                    raise BadRow(source, f"line {number}", f"not JSON: {error}") from error
-                if not isinstance(values, dict):
-                    raise BadRow(source, f"line {number}", "a JSON object is expected")
-                yield Row(source, f"line {number}", values)
+                    raise BadRow(source, place, f"not JSON: {error}") from error
+                if is_array:
+                    raise BadRow(
+                        source, place, "a JSON array begins: name such a file .json, or give an object per line"
+                    )
+                yield Row(source, place, _required_object(source, place, values))
+
+
+def _json(source: str, path: Path) -> Iterator[Row]:
+    """Yield the rows of a JSON array, or of lines, which others name .json, too."""
+    with _reading(source):
+        text = path.read_text(encoding="utf-8-sig")
+    if not text.lstrip().startswith("["):
+        yield from _jsonl(source, path)
+        return
+    try:
+        rows = parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} is not JSON: {error}: correct the file") from error
+    for number, values in enumerate(rows, 1):
+        yield Row(source, f"row {number}", _required_object(source, f"row {number}", values))
+
+
+def _required_object(source: str, place: str, values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise BadRow(source, place, "a JSON object is expected")
+    return values
+
+
+@contextmanager
+def _reading(source: str) -> Iterator[None]:
+    """Name the file in the errors of its reading."""
+    try:
+        yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f"{source} is not a gzip file that can be read: {error}: write it again") from error
     except OSError as error:
         raise ConfigError(f"{source}: {error.strerror or error}: name a file that the trainer can read") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source} is not UTF-8: {error}") from error
+
+
+def _open_zstd(path: Path, _: str, encoding: str) -> TextIOWrapper:
+    try:
+        from pyarrow import input_stream  # noqa: PLC0415 - an extra, which `.jsonl` does without
+    except ImportError as error:
+        raise ConfigError(f"{path}: .jsonl.zst files need pyarrow: {_INSTALL}") from error
+    return TextIOWrapper(input_stream(path, compression="zstd"), encoding=encoding)
 
 
 def parse_json(text: str) -> Any:
@@ -259,6 +305,8 @@ def _dataset(source: str, path: Path, split: str, subset: str | None) -> Iterato
             found = datasets.load_from_disk(str(path))
         elif path.is_dir():
             found = datasets.load_dataset(str(path), name=subset)
+        elif path.suffix == ".csv":
+            found = datasets.load_dataset("csv", data_files=str(path))
         else:
             _require_remote_files(datasets.load_dataset_builder(source, name=subset).config.data_files)
             found = datasets.load_dataset(source, name=subset)

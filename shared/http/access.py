@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar, get_args
 
+from rlboost.shared.messages import JobCommand
+
 TokenScope = Literal["admin", "agent", "job", "read", "trainer", "worker"]
 """Scope of a token that a user creates: `admin` may do everything, `job` run jobs, `read` see them, `trainer` train one
 external job, `worker` join the fleet, `agent` take the sessions of remote agents."""
@@ -266,3 +268,23 @@ def may_upload(authorization: str, token: str, clock: Callable[[], float]) -> bo
     """Return True if a request with this `Authorization` header may upload weights."""
     principal = store_principal(bearer_token(authorization), token, clock())
     return principal is not None and principal.may("publish")
+
+
+# --- Signatures of job commands ---------------------------------------------------------------------------------------
+# A trainer runs only what a manager with the system's token has accepted: a job's functions run with the trainer's
+# rights, and any client that can write to Redis can append a command. A signature covers every field. It does not
+# prevent that a signed command is appended again: commands are idempotent.
+
+
+def signed(command: JobCommand, token: str) -> JobCommand:
+    """Return the command with a signature under the system's token."""
+    return command.model_copy(update={"signature": sign(token, "job-command", _subject(command))})
+
+
+def is_signed(command: JobCommand, token: str) -> bool:
+    """Return True if the command has a valid signature."""
+    return is_valid_signature(command.signature, token, "job-command", _subject(command))
+
+
+def _subject(command: JobCommand) -> str:
+    return json.dumps([command.command_id, command.action, command.job_id, command.job_no, command.spec_json])

@@ -40,8 +40,8 @@ def _template_kwargs(value: object) -> dict[str, Any]:
 class DataSpec(Section):
     """The source of rows, for all kinds of jobs; additional columns are passed to the reward.
 
-    `.jsonl` files with one problem a line, `.jsonl.gz` and `.parquet` files, patterns and folders of such files,
-    folders or ids of Hugging Face datasets; or a list of these.
+    `.jsonl` files with one problem a line, `.jsonl.gz`, `.jsonl.zst`, `.parquet`, `.json` and `.csv` files, patterns
+    of such files and folders of shards, folders or ids of Hugging Face datasets; or a list of these.
     """
 
     subset: str | None = None

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from rlboost.shared import strict_yaml
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import NO_MAPPING
+from rlboost.shared.validation import DuplicateKey, read_yaml
 
 # YAML would parse JSON's 1e-06 as text.
 _READERS: Mapping[str, Callable[[str], object]] = {".toml": tomllib.loads, ".json": json.loads}
@@ -33,7 +33,7 @@ def load(path: str, overrides: list[str] | None = None) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"job file {path} is not UTF-8: {error}") from error
     try:
-        raw = _READERS.get(file.suffix, strict_yaml.read)(text)
+        raw = _READERS.get(file.suffix, read_yaml)(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"job file {path} does not parse: {error}") from error
     if not isinstance(raw, dict):
@@ -78,9 +78,9 @@ def read_override(override: str) -> tuple[list[str], object]:
     if not separator or not all(names := key.split(".")):
         raise ConfigError(f"override {override!r} is not of the form a.b=value")
     try:
-        return names, strict_yaml.read(text)
+        return names, read_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, strict_yaml.DuplicateKey):
+        if isinstance(error, DuplicateKey):
             raise ConfigError(f"override {override!r}: {error.problem}") from error
         # A pattern may begin with a bracket and close it.
         if text.startswith("{") or (text.startswith("[") and "]" not in text):

@@ -271,7 +271,26 @@ ABSENT: Mapping[str, str] = {
     "ppo_mini_batch_size": "set algorithm.updates_per_step to train_batch_size / ppo_mini_batch_size",
     "gradient_accumulation_steps": "trainer.micro_batch_tokens divides a batch, and results do not depend on it",
     **dict.fromkeys(
-        ("max_length", "truncation_mode"),
+        ("warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps_ratio"),
+        "set optimizer.warmup_steps to ratio x steps",
+    ),
+    **dict.fromkeys(("logging_steps", "log_freq"), "each step is logged"),
+    **dict.fromkeys(
+        ("eos_token", "eos_token_id"),
+        "end tokens are those of the model's tokenizer, config.json and generation_config.json (eos_token_id)",
+    ),
+    **dict.fromkeys(("shuffle", "shuffle_dataset"), "each epoch has another order of rows, drawn with trainer.seed"),
+    "remove_unused_columns": "all columns of a row reach the reward",
+    **dict.fromkeys(
+        ("vllm_gpu_memory_utilization", "rollout.gpu_memory_utilization"),
+        "a setting of workers, RLBOOST_WORKER_GPU_MEMORY_UTILIZATION",
+    ),
+    **dict.fromkeys(
+        ("vllm_tensor_parallel_size", "rollout.tensor_model_parallel_size"),
+        "a setting of workers, RLBOOST_WORKER_TENSOR_PARALLEL",
+    ),
+    **dict.fromkeys(
+        ("max_length", "truncation_mode", "truncation"),
         "no row is cut: data.max_prompt_tokens and data.max_completion_tokens leave out longer ones",
     ),
     "ref_model": "the reference is the job's model as it starts",
@@ -310,23 +329,27 @@ def advice(place: str, value: object, is_misspelt: bool = False) -> str:
         meant = advice(similar[0], None) if similar else ""
         return f"did you mean {similar[0]}? {meant}" if meant else ""
     if isinstance(value, dict):
-        known = [f"{leaf} is {found}" for leaf in _leaves(place, value) if (found := _translation(leaf))]
+        leaves = list(_leaves(place, value))
+        known = [f"{leaf} is {found}" for leaf in leaves if (found := _translation(leaf))]
+        known += [f"{leaf}: {found}" for leaf in leaves if (found := ABSENT.get(leaf.removeprefix(_VERL_SECTION)))]
         if known or place in _foreign_sections():
             return ": ".join(
                 filter(None, (f"a section of another trainer ({_NAMES_PAGE})", ", ".join(known[:_MAX_SHOWN])))
             )
+    theirs, last = place.removeprefix(_VERL_SECTION), place.rpartition(".")[2]
     if ours := _translation(place):
         return f"RLBoost calls it {ours}"
-    last = place.rpartition(".")[2]
-    if last in ABSENT:
-        return ": ".join(filter(None, (f"RLBoost has no {last} ({_DIFFERENCES_PAGE})", ABSENT[last])))
-    return ""
+    if instead := ABSENT.get(theirs) or ABSENT.get(last):
+        return f"RLBoost has no {last} ({_DIFFERENCES_PAGE}): {instead}"
+    similar = sorted((key for key in NAMES if key.endswith(f".{place}")), key=lambda key: key.count("."))
+    return f"RLBoost calls it {' or '.join(similar)}" if 0 < len(similar) < _MAX_SHOWN else ""
 
 
 def _translation(place: str) -> str:
     """Return our keys for another trainer's, empty if there is none or it means several things."""
     full, last = _index()
-    found = full.get(place.removeprefix(_VERL_SECTION), []) or last.get(place.rpartition(".")[2], [])
+    theirs = place.removeprefix(_VERL_SECTION)
+    found = full.get(theirs, []) or ([] if theirs in ABSENT else last.get(place.rpartition(".")[2], []))
     return " or ".join(found)
 
 

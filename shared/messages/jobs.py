@@ -27,7 +27,7 @@ class JobCommand(Message):
     spec_json: str = ""
     """The resolved job file (`shared.job.spec.JobSpec`) as JSON; only with `create`."""
     signature: str = ""
-    """See `shared.job.command_signature`."""
+    """See `shared.http.access`."""
 
 
 @message

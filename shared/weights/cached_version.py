@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlboost.shared.errors import Corrupt, NotFound
-from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.lora import adapter_of
-from rlboost.shared.weights.manifest import Manifest, TensorEntry
+from rlboost.shared.weights.manifest import Manifest, ParityReference, TensorEntry
 
 if TYPE_CHECKING:
     import torch

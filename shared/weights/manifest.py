@@ -7,7 +7,7 @@ fill its chunks exactly, and the shards of a manifest cover every tensor exactly
 An *adapter version* has the tensors of a LoRA adapter only, under PEFT's names, and refers to the version of the model
 that the adapter belongs to.
 
-`Shard` and `Layout`: the slices of tensors that a rank publishes, and how they are split into chunks.
+`Shard` and `split`: the slices of tensors that a rank publishes, and how they are split into chunks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,20 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from rlboost.shared.errors import Undecodable
 from rlboost.shared.ids import JOB_ID_PATTERN
@@ -322,3 +331,61 @@ def _flat(data: memoryview | bytes | bytearray) -> memoryview:
     view = memoryview(data)
     # A view with a zero in its shape cannot be cast.
     return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+# --- The parity reference of a version --------------------------------------------------------------------------------
+# A few token sequences with the trainer's log-probabilities, which the version's manifest has as text. A worker whose
+# engine computes other log-probabilities for these tokens does not serve the version.
+
+
+ParityDtype = Literal["float32", "bfloat16"]
+_Tokens = Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]
+
+
+class ScoredSequence(BaseModel):
+    """One sequence with the trainer's log-probabilities."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    prompt: _Tokens
+    completion: _Tokens
+    logprobs: tuple[FiniteFloat, ...]
+    """The log-probability of each completion token given all tokens before it, in nats."""
+
+    @model_validator(mode="after")
+    def _one_each(self) -> Self:
+        if len(self.logprobs) != len(self.completion):
+            raise ValueError(f"{len(self.logprobs)} log-probabilities for {len(self.completion)} tokens")
+        return self
+
+
+class ParityReference(BaseModel):
+    """The reference of one version."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    temperature: float = Field(gt=0)
+    """The temperature of the log-probabilities: the job's sampling temperature, which training uses too."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """The top-p that training samples with. The log-probabilities are of the whole distribution."""
+    dtype: ParityDtype
+    """The dtype of the trainer's matrix multiplications."""
+    rows: tuple[ScoredSequence, ...] = Field(min_length=1)
+
+    def encode(self) -> str:
+        """Return the reference as JSON."""
+        return self.model_dump_json()
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        """Invert `encode`.
+
+        Raises:
+            Undecodable: the text is not a parity reference.
+
+        """
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise Undecodable(f"parity reference: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from rlboost.report.page import report_of, write
-from rlboost.report.record import Record
+from rlboost.report import Record, report_of, write
 from tests.support.synthetic_record import record, sample, unfinished
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost.report.record import load
+from rlboost.report import load
 from tests.support.black_box import start_forked
 
 pytestmark = pytest.mark.timeout(600)

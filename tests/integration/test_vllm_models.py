@@ -17,7 +17,7 @@ from transformers import DeepseekV3Config, Qwen3MoeConfig  # noqa: E402
 from rlboost.services.rollout_worker.domain.parity_check import judge  # noqa: E402 - only where torch is
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts, build_reference  # noqa: E402
 from rlboost.shared.errors import UnsuitableWeights  # noqa: E402
-from rlboost.shared.model.parity_reference import ParityReference  # noqa: E402
+from rlboost.shared.weights.manifest import ParityReference  # noqa: E402
 from rlboost.shared.wire import F32, pack  # noqa: E402
 from tests.support import tiny_models, vllm_engines  # noqa: E402
 from tests.support.engines import request, run  # noqa: E402

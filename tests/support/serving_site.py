@@ -13,8 +13,7 @@ from openai import AsyncOpenAI
 
 from rlboost.services.rollout_manager.api.jobs import build
 from rlboost.services.rollout_manager.ports import ModelFiles
-from rlboost.services.rollout_manager.serving.dialects import error_format
-from rlboost.services.rollout_manager.serving.routes import add_openai_routes
+from rlboost.services.rollout_manager.serving.routes import add_openai_routes, error_format
 from rlboost.services.rollout_manager.settings import Settings
 from tests.support.manager_fakes import FakeTokenizer, InlineTextProcessor
 from tests.support.serving_rig import Rig

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlboost.services.rollout_worker.ports import StagedWeights
-from rlboost.shared.model.parity_reference import ParityReference
-from rlboost.shared.weights.manifest import Shard
+from rlboost.shared.weights.manifest import ParityReference, Shard
 from tests.support.staged_versions import pulled
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlboost.report.record import (
+from rlboost.report import (
     Change,
     JobEvent,
     Machine,

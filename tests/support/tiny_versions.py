@@ -7,8 +7,8 @@ import itertools
 from prometheus_client import CollectorRegistry
 
 from rlboost.services.weight_store.app import WeightStore
-from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
-from rlboost.services.weight_store.deltas.edges import Deltas
+from rlboost.services.weight_store.chunks import DerivedChunks
+from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import Chunks, Documents
 from rlboost.shared.process.waiting import Waits

@@ -17,7 +17,7 @@ from rlboost.services.trainer.fakes import FakeEngine, FakeRewards, MemoryCheckp
 from rlboost.services.trainer.job.job import LEASE_TTL_S, DeviceThread, Job, RetryingBus
 from rlboost.services.trainer.ports.samples import Data, Prompt, RewardBatch, Scores
 from rlboost.services.trainer.ports.storage import CheckpointStore, JobResources, TrainState
-from rlboost.shared.job.command_signature import signed
+from rlboost.shared.http.access import signed
 from rlboost.shared.job.spec import JobSpec, RlJob, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
 from rlboost.shared.process.waiting import Waits
@@ -101,6 +101,7 @@ class Rig:
         self.engine = FakeEngine()
         self.make_engine: Callable[[], FakeEngine] = FakeEngine
         self.n_too_long = 0
+        self.advice: list[str] = []
         self.samples_limit_s = 20.0
         self.outage_limit_s = 20.0
         self.shared_device = ""
@@ -130,6 +131,7 @@ class Rig:
                 decode_as_numbers,
                 [3] * len(self.job.held_out),
                 self.n_too_long,
+                advice=self.advice,
                 vocab_size=self.vocab_size,
             ),
             rewards=FakeRewards(self.reward),

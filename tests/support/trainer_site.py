@@ -13,8 +13,8 @@ from typing import Any
 from safetensors.torch import load_file
 
 from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.http.access import signed
 from rlboost.shared.ids import SampleId
-from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import parse, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
 from rlboost.shared.redis.bus import RedisBus

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from rlboost.services.weight_store.app import WeightStore
-from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
-from rlboost.services.weight_store.deltas.edges import DeltaComposer, Deltas
+from rlboost.services.weight_store.chunks import DerivedChunks
+from rlboost.services.weight_store.deltas import DeltaComposer, Deltas
 from rlboost.services.weight_store.domain.versions import Version
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.metrics import Metrics

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from rlboost.shared.messages import Message
 
 Rule = Literal["rlboost", "paper", "polyrl"]
 """`rlboost`: the rollout manager's own domain code; `paper`: the paper's algorithms as printed; `polyrl`: the rule of
@@ -70,3 +73,26 @@ _PARTS = (
 )
 ABLATIONS: dict[str, Policy] = {policy.name: policy for policy in _PARTS}
 """Ours without one of its parts."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """Commands and deliveries, in order."""
+
+    commands: list[tuple[str, Message]] = field(default_factory=list)
+    """(worker, command)"""
+    deliveries: list[Message] = field(default_factory=list)
+
+
+class Manager(Protocol):
+    """A policy, in the place of the rollout manager."""
+
+    def turn(self, messages: Collection[Message], now: float, has_lease: Callable[[str], bool]) -> Turn:
+        """Take the messages that arrived, in their order, and decide.
+
+        Args:
+            messages: what workers and trainer sent.
+            now: virtual time in seconds.
+            has_lease: returns True if a worker's lease is held.
+
+        """

@@ -35,9 +35,8 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.streams.bus import Append
 from rlboost.simulation.environment import LEASE_S
-from rlboost.simulation.job import JOB_ID, JOB_NO, SimulatedJob
-from rlboost.simulation.policies import Policy
-from rlboost.simulation.policies.turn import Turn
+from rlboost.simulation.policies import Policy, Turn
+from rlboost.simulation.scenario import JOB_ID, JOB_NO, SimulatedJob
 
 UNIX_S = 1_750_000_000.0
 """Wall clock at virtual time 0; any will do."""

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 
-from rlboost.services.rollout_manager.domain.candidates import set_batch_cap, suspected_samples
 from rlboost.services.rollout_manager.domain.effects import (
     Effect,
     Now,
@@ -24,6 +23,7 @@ from rlboost.services.rollout_manager.domain.effects import (
     save_worker,
 )
 from rlboost.services.rollout_manager.domain.jobs import Job, JobEntry, JobProgress, Jobs
+from rlboost.services.rollout_manager.domain.placement import set_batch_cap, suspected_samples
 from rlboost.services.rollout_manager.domain.queue import Queues, unassign, unassign_all
 from rlboost.services.rollout_manager.domain.stalls import on_worker_left
 from rlboost.services.rollout_manager.domain.step_windows import credit_generation, end_step

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Literal
 
-from rlboost.services.rollout_manager.domain.candidates import KV_FILL, admits, has_capacity
 from rlboost.services.rollout_manager.domain.effects import Effect, Now, event, forget_worker
 from rlboost.services.rollout_manager.domain.jobs import Jobs
 from rlboost.services.rollout_manager.domain.measurements import MAX_OFFENSES, tokens_of
+from rlboost.services.rollout_manager.domain.placement import KV_FILL, admits, has_capacity
 from rlboost.services.rollout_manager.domain.queue import Queues, requirement_of, unassign_all
 from rlboost.services.rollout_manager.domain.tokens import Sample
 from rlboost.services.rollout_manager.domain.workers import LONGEST_SILENCE_S, Fleet, Worker

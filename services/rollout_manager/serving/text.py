@@ -134,8 +134,10 @@ class ServedModel:
             suffix = text_after_answer(await self._render([*before, placeholder, *after], options), end_token)
         if suffix is None:
             raise TokenizationError("the chat template does not render each answer once: leave out X-Session-ID")
-        (new,) = await self.encode([suffix], add_special_tokens=False)
-        return tokens + new
+        # An added space, or white space that a special token takes, depends on what is before: see PromptTokenizer.
+        start = end_token or "\n"
+        alone, before, both = await self.encode([suffix, start, start + suffix], add_special_tokens=False)
+        return tokens + (both.removeprefix(before) if both.startswith(before) else alone)
 
     async def _render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
         self._require_template()

@@ -21,9 +21,9 @@ from rlboost.services.rollout_worker.domain.requests import Emission, Request
 from rlboost.shared.errors import Fatal
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import Sampling
-from rlboost.shared.model.parity_reference import Dtype, ParityReference
+from rlboost.shared.weights.manifest import ParityDtype, ParityReference
 
-Precision = Literal[Dtype, "quantized"]
+Precision = Literal[ParityDtype, "quantized"]
 """The precision in which an engine computes."""
 FLOAT32_TOLERANCE = 0.005
 """Allowed mean difference in nats, whatever the model: float32 kernels differ by about 1e-5."""

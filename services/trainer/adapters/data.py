@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +33,13 @@ from rlboost.shared.data.examples import (
     pair_of,
     prompt_of,
 )
-from rlboost.shared.data.rows import Row, format_source, read_rows
+from rlboost.shared.data.messages import ASSISTANT
+from rlboost.shared.data.rows import Row, format_source, is_messages, read_rows
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.data import DpoDataSpec, OfflineDataSpec, RewardDataSpec, Rows, SftDataSpec
 from rlboost.shared.job.fleet import HeldOutSet
+from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.folder import merge_eos_ids, require_tokenizer
 from rlboost.shared.user_code import RAW_ARGUMENTS, TRL_ARGUMENTS
@@ -128,22 +131,53 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None, image
     images = PromptImages(spec, model, config.to_dict(), image_folder)
     training = (_Reader(spec, tokens, images, rows).read() for rows in spec.data.rows if rows.field == "data.train")
     train, n_long = next(training, ([], 0))
-    held_out = [_Reader(spec, tokens, images, one.rows, one).read() for one in spec.held_out]
+    read = [_Reader(spec, tokens, images, one.rows, one).read() for one in spec.held_out]
+    held_out = [prompts for prompts, _ in read]
     return Data(
         train=train,
-        evaluation=[prompt for prompts, _ in held_out for prompt in prompts],
-        n_evaluation=[len(prompts) for prompts, _ in held_out],
+        evaluation=list(chain.from_iterable(held_out)),
+        n_evaluation=list(map(len, held_out)),
         n_too_long=n_long,
-        n_too_long_eval=sum(n for _, n in held_out),
+        n_too_long_eval=sum(n for _, n in read),
         stop_token_ids=end_ids,
         pad_id=tokens.pad_id,
         call_style=tokens.call_style,
         ignored_keys=tokens.ignored_keys,
         split_tokens=tokens.split_tokens,
+        advice=[*_turn_advice(spec, tokens), *_prefill_advice(spec, [train, *held_out])],
         vocab_size=int(config.get_text_config().vocab_size),
         decode=_decoder(tokenizer),
         chat_formatter=TokenizerChatFormatter(tokens) if spec.environment is not None else None,
     )
+
+
+def _turn_advice(spec: JobSpec, tokens: PromptTokenizer) -> Iterator[str]:
+    """Yield a warning if the chat template ends turns with a token at which no completion ends."""
+    if spec.kind != "reward" and (tokens.has_rendered or spec.agent is not None) and (end := tokens.unended_turn):
+        yield (
+            f"model: its chat template ends a turn with {end!r}, at which completions do not end, so they run on: add "
+            "its id to eos_token_id in the model's generation_config.json"
+        )
+
+
+def _prefill_advice(spec: JobSpec, read: Sequence[Sequence[Prompt]]) -> Iterator[str]:
+    """Yield a warning for each source of prompts of which each ends with an answer, as rows for fine-tuning do.
+
+    Args:
+        spec: the job file.
+        read: prompts of the training rows, then of each held-out set.
+
+    """
+    if isinstance(spec, OfflineJob):
+        return
+    fields = ["data.train", *(one.rows.field for one in spec.held_out)]
+    for field, prompts in zip(fields, read, strict=True):
+        given = [prompt.given for prompt in prompts]
+        if given and all(is_messages(one) and one[-1]["role"] == ASSISTANT for one in given):
+            yield (
+                f"{field}: every prompt ends with an assistant message, which the model continues: if these are "
+                "reference answers, remove them from the messages, or train on them with kind: sft"
+            )
 
 
 def check_teacher(spec: JobSpec, data: Data, teacher: Path) -> None:

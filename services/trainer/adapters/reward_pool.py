@@ -21,7 +21,7 @@ from rlboost.services.trainer.adapters.user_code import (
     UserProgram,
     start_all,
 )
-from rlboost.services.trainer.domain.rewards import combine, total
+from rlboost.services.trainer.domain.advantages import combine, total
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores, Verdict
 from rlboost.shared.http.server_url import origin_of
 from rlboost.shared.job.reward import RewardPart, RewardSpec

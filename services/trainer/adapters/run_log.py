@@ -24,8 +24,7 @@ import structlog
 from rlboost.services.trainer.adapters.tracker_child import STARTED
 from rlboost.services.trainer.ports.storage import LoggedSample
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.base import ServiceJob
-from rlboost.shared.job.log import TRACKERS, missing_log_libraries
+from rlboost.shared.job.base import TRACKERS, ServiceJob, missing_log_libraries
 from rlboost.shared.settings import environment_without_settings
 
 log = structlog.get_logger(__name__)

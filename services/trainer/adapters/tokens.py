@@ -40,6 +40,8 @@ def pad_id_of(tokenizer: Any) -> int | None:
     return found
 
 
+_QUESTION = "qzm9999mzq"
+"""A text that no chat template has."""
 _NO_NAME = "unknown"
 """The name of a call that could not be read."""
 
@@ -85,6 +87,11 @@ class PromptTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, with special tokens."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+    @property
+    def has_rendered(self) -> bool:
+        """Return True if chat messages have been given."""
+        return self._template is not None
 
     @property
     def ignored_keys(self) -> frozenset[str]:
@@ -331,7 +338,9 @@ class PromptTokenizer:
         )
 
     def encode_after(self, before: str, text: str) -> list[int]:
-        """Return the token ids of a text that follows another, without the space that some tokenizers add to a start.
+        """Return the token ids of a text that follows another.
+
+        They lack the space that some tokenizers add to a start, and white space that a special token before it takes.
 
         Raises:
             ConfigError: it cannot be tokenized.
@@ -340,7 +349,7 @@ class PromptTokenizer:
         if not text:
             return []
         alone = self._encode(text)
-        if not self._adds_space:
+        if not self._needs_context:
             return alone
         for context in (before, *_SENTINELS):
             ids = self._encode(context) if context else []
@@ -352,8 +361,14 @@ class PromptTokenizer:
     # --- tokens ---
 
     @cached_property
-    def _adds_space(self) -> bool:
-        """True if a text that stands alone gets other tokens than the same text after a line break."""
+    def _needs_context(self) -> bool:
+        """True if a text may get other tokens after another text than alone.
+
+        Tokenizers add a space to a start, or special tokens take the white space next to them, as Phi-3's do.
+        """
+        special = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        if any(one.rstrip or one.lstrip for one in special):
+            return True
         try:
             before, whole, alone = self._encode("\n"), self._encode("\na"), self._encode("a")
         except ConfigError:
@@ -445,6 +460,20 @@ class PromptTokenizer:
         """End tokens and the begin token."""
         ends = {self.decode([token]) for token in {*self._end_ids, self._tokenizer.bos_token_id} - {None}}
         return re.compile("|".join(map(re.escape, sorted(ends - {""}))) or "(?!)")
+
+    @cached_property
+    def unended_turn(self) -> str:
+        """The special token with which the chat template ends a turn, if no completion ends at it; else empty."""
+        question, turn = {"role": "user", "content": _QUESTION}, {"role": ASSISTANT, "content": ANSWER_PLACEHOLDER}
+        try:
+            asked, answered = self._render([question]), self._render([question, turn])
+        except Exception:  # noqa: BLE001 - a template is a program, which may raise anything
+            return ""
+        ids = {str(one): token for token, one in self._tokenizer.added_tokens_decoder.items() if one.special}
+        special = re.compile("|".join(map(re.escape, sorted(ids, key=len, reverse=True))) or "(?!)")
+        found = special.match((text_after_answer(answered, "") or "").lstrip())
+        begins = special.findall(asked.partition(_QUESTION)[0])[-1:]
+        return "" if found is None or ids[found[0]] in self._end_ids or found[0] in begins else found[0]
 
     @cached_property
     def split_tokens(self) -> Sequence[str]:

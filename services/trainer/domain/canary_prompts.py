@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlboost.shared.errors import Fatal
-from rlboost.shared.model.parity_reference import Dtype, ParityReference, ScoredSequence
+from rlboost.shared.weights.manifest import ParityDtype, ParityReference, ScoredSequence
 from rlboost.shared.wire import F32, unpack
 
 ROWS, PROMPT_TOKENS, COMPLETION_TOKENS = 4, 8, 12
@@ -25,7 +25,7 @@ class CanaryPrompts:
 
     temperature: float
     """See `ParityReference`."""
-    dtype: Dtype
+    dtype: ParityDtype
     """See `ParityReference`."""
     rows: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     """(prompt, completion) of each sequence."""
@@ -33,7 +33,9 @@ class CanaryPrompts:
     """See `ParityReference`."""
 
 
-def build_canary_prompts(vocabulary: int, *, temperature: float, dtype: Dtype, top_p: float = 1.0) -> CanaryPrompts:
+def build_canary_prompts(
+    vocabulary: int, *, temperature: float, dtype: ParityDtype, top_p: float = 1.0
+) -> CanaryPrompts:
     """Return the canary prompts of a job; they contain no user data.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
-from rlboost.services.trainer.domain.rewards import total
+from rlboost.services.trainer.domain.advantages import total
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import SampleFinished, TurnAnswered

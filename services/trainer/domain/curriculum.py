@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from rlboost.services.trainer.domain.advantages import reaches
 from rlboost.services.trainer.domain.plan import epoch_order
-from rlboost.services.trainer.domain.rewards import reaches
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.spec import GeneratingJob
 from rlboost.shared.job.training import CurriculumSpec

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlboost.services.trainer.domain.advantages import total
 from rlboost.services.trainer.domain.conversations import Conversation, Interval, Row, StepTurnIds, completions_of
-from rlboost.services.trainer.domain.rewards import total
 from rlboost.shared.errors import Fatal, Unprocessable
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.job.fleet import HeldOutSet

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import comb
@@ -16,11 +16,10 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from rlboost.services.trainer.domain.advantages import standard_deviation
+from rlboost.services.trainer.domain.advantages import all_equal, reaches, standard_deviation
 from rlboost.services.trainer.domain.groups import ScoredGroup
 from rlboost.services.trainer.domain.loss.function import routing_metrics
-from rlboost.services.trainer.domain.loss.preference import pair_metrics
-from rlboost.services.trainer.domain.rewards import all_equal, reaches
+from rlboost.services.trainer.domain.loss.preference import pair_metrics, score_metrics
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.messages import EngineProfile
 from rlboost.shared.wire import I32, floats, length
@@ -468,3 +467,50 @@ def _mean_profile(seen: Collection[EngineProfile]) -> EngineProfile:
     *_, newest = seen
     names = ("step_s", "per_sample_s", "per_kv_token_s", "update_s", "update_pause_s")
     return newest.model_copy(update={name: float(np.mean([getattr(one, name) for one in seen])) for name in names})
+
+
+# --- The metrics of one step that learns from completions in the data -------------------------------------------------
+
+
+_MAX_NATS = 700.0
+"""Above it a perplexity overflows a float."""
+
+
+def perplexity(loss: float) -> float:
+    """Return the perplexity of a mean loss in nats per token."""
+    return math.exp(min(loss, _MAX_NATS))
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineStep:
+    """The results of one step."""
+
+    sums: Mapping[str, float]
+    """The loss function's sums over all micro-batches, and those of pairs."""
+    lengths: Sequence[int]
+    """Number of tokens of each completion."""
+    grad_norm: float
+    """Norm of the gradient before clipping."""
+    learning_rate: float
+    train_s: float
+    device_wait_s: float | None = None
+    """See `Durations`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the step's row of the run log."""
+        loss, n_tokens = self.sums["loss"] / self.sums["divisor"], float(sum(self.lengths))
+        step_s = self.train_s + (self.device_wait_s or 0.0)
+        return {
+            "loss": loss,
+            **(pair_metrics(self.sums) or score_metrics(self.sums) or {"perplexity": perplexity(loss)}),
+            "grad_norm": self.grad_norm,
+            "lr": self.learning_rate,
+            "tokens/trained": n_tokens,
+            "completions/mean_length": n_tokens / len(self.lengths),
+            "completions/max_length": float(max(self.lengths)),
+            "time/step_s": step_s,
+            "time/train_s": self.train_s,
+            **({} if self.device_wait_s is None else {"time/device_wait_s": self.device_wait_s}),
+            "perf/tokens_per_s": n_tokens / step_s if step_s else 0.0,
+            **routing_metrics(self.sums),
+        }

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 
+from rlboost.services.trainer.domain.advantages import all_equal
 from rlboost.services.trainer.domain.conversations import StepTurnIds, TurnIds
-from rlboost.services.trainer.domain.rewards import all_equal
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId, within_job
 from rlboost.shared.job.algorithm import TEACHER

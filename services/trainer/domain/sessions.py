@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlboost.services.trainer.domain.advantages import total
 from rlboost.services.trainer.domain.conversations import Conversation, Interval, Row
 from rlboost.services.trainer.domain.groups import GroupOutcome, StepCollector
-from rlboost.services.trainer.domain.rewards import total
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import (

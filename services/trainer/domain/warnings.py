@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlboost.services.trainer.domain.rewards import is_equal, reaches
+from rlboost.services.trainer.domain.advantages import is_equal, reaches
 from rlboost.shared.job.algorithm import GROUPLESS
 from rlboost.shared.job.fleet import HeldOutSet
 from rlboost.shared.job.spec import JobSpec, RlJob

@@ -227,6 +227,8 @@ class Data:
     """Keys of chat messages that the chat template does not show, such as an id."""
     split_tokens: Sequence[str] = ()
     """What the chat template writes like a special token, and the tokenizer splits into several tokens."""
+    advice: Sequence[str] = ()
+    """Warnings about the rows and the chat template."""
     vocab_size: int = 0
     """Number of token ids of the model; 0 if unknown."""
     pad_id: int | None = None

@@ -123,7 +123,7 @@ class WeightPublisher(Protocol):
             epoch: of the trainer's lease on the job, which it must still hold; None: not checked.
             base_version: for an adapter, the version of its base model, which is retained as long as this one.
             adapter_json: for an adapter, PEFT's `adapter_config.json`.
-            parity_json: what workers must reproduce, see `shared.model.parity_reference`.
+            parity_json: what workers must reproduce, see `ParityReference`.
 
         Raises:
             Conflict: another version is the head, or another trainer holds the job.

@@ -33,11 +33,11 @@ from typing import Any
 
 import structlog
 
+from rlboost.services.trainer.domain.advantages import length_penalties
 from rlboost.services.trainer.domain.conversations import Row
 from rlboost.services.trainer.domain.groups import DroppedGroup, GroupOutcome, OpenSteps, ScoredGroup, StepCollector
 from rlboost.services.trainer.domain.metrics import RolloutTally
 from rlboost.services.trainer.domain.plan import PlannedGroup, plan_step, turn_ids
-from rlboost.services.trainer.domain.rewards import length_penalties
 from rlboost.services.trainer.domain.sessions import SessionCollector
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.storage import TrainState

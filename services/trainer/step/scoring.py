@@ -9,10 +9,10 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
+from rlboost.services.trainer.domain.advantages import total
 from rlboost.services.trainer.domain.conversations import Conversation, messages_of
 from rlboost.services.trainer.domain.groups import WholeGroup
 from rlboost.services.trainer.domain.metrics import StepTally
-from rlboost.services.trainer.domain.rewards import total
 from rlboost.services.trainer.ports.samples import Data, Prompt, RewardBatch, Scores, Verdict
 from rlboost.services.trainer.ports.storage import LoggedSample
 from rlboost.shared.ids import SampleId

@@ -15,13 +15,12 @@ from typing import TypeVar
 import numpy as np
 
 from rlboost.services.trainer.domain import advantages
-from rlboost.services.trainer.domain.advantages import NEED_THE_STEP, group_advantages
+from rlboost.services.trainer.domain.advantages import NEED_THE_STEP, all_equal, group_advantages
 from rlboost.services.trainer.domain.batches import Accumulate, SequenceRow, TrainingRow, constant, pack, select
 from rlboost.services.trainer.domain.groups import ScoredGroup
 from rlboost.services.trainer.domain.loss import preference
 from rlboost.services.trainer.domain.loss.function import add_sums
 from rlboost.services.trainer.domain.metrics import StepTally
-from rlboost.services.trainer.domain.rewards import all_equal
 from rlboost.services.trainer.job.job import Job
 from rlboost.shared.wire import F32, unpack
 

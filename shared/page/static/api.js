@@ -1,4 +1,4 @@
-// The REST API. The token is kept for this browser tab only. A report of a job (rlboost/report/page.py) is this page with
+// The REST API. The token is kept for this browser tab only. A report of a job (rlboost/report.py) is this page with
 // the API's answers in it: {at, job, text, answers: {path: answer}, events, samples, tables}, `at` in seconds.
 
 const KEY = "rlboost-token", READ_ONLY = "rlboost-read-only";

@@ -4,7 +4,7 @@ import { report, samplesOf } from "./api.js";
 import { color, el, PAINTS } from "./dom.js";
 import { completionParts, number, turns, turnsText, workerName } from "./facts.js";
 
-const SHOWN = 8; // of each order; a report has no others: rlboost/report/page.py
+const SHOWN = 8; // of each order; a report has no others: rlboost/report.py
 const ORDERS = {
   best: (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity),
   worst: (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity),

@@ -25,7 +25,7 @@ from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.model.folder import declare_scores
 from rlboost.shared.process.modules import pip_install
 from tests.support import rank_policies
-from tests.support.model_folder import write_model, write_tokenizer, write_unmarked_model
+from tests.support.model_folder import with_chat_template, write_model, write_tokenizer, write_unmarked_model
 from tests.support.packed_models import CONVOLUTION, write
 
 
@@ -154,6 +154,36 @@ def test_special_token_that_the_tokenizer_lacks_is_noted(monkeypatch: pytest.Mon
     monkeypatch.setattr(PromptTokenizer, "split_tokens", ["<|user|>"])
     [notice] = jobcheck.check_job(job(data={"train": "train.jsonl", "prompts_per_step": 1})).notices
     assert notice == "model: the chat template writes <|user|>, which the tokenizer splits into several tokens"
+
+
+def test_prompts_with_answers_and_turns_that_no_completion_ends_are_warned_of(folder: Path) -> None:
+    """Rows for fine-tuning as prompts, and a chat template with an end of turn that is none of the end tokens."""
+    turn = "{{ 't7' if m.role == 'assistant' else 't3' }} {{ m.content }} <pad>"
+    prompted = "{% if add_generation_prompt %}t7 {% endif %}"
+    with_chat_template(folder / "base", f"{{% for m in messages %}}{turn} {{% endfor %}}{prompted}")
+    rows = [
+        [{"role": "user", "content": "t5"}, {"role": "assistant", "content": "t6"}],
+        [{"role": "user", "content": "t5"}],
+    ]
+    given = {"train": "train.jsonl", "prompt_key": "messages", "prompts_per_step": 1}
+
+    def advice(*rows: Any, **changes: Any) -> list[str]:
+        (folder / "train.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+        found = jobcheck.check_job(job(data=given, **changes))
+        assert not found.problems
+        return list(found.advice)
+
+    unended, answers = advice(rows[0])
+    assert unended == (
+        "model: its chat template ends a turn with '<pad>', at which completions do not end, so they run on: add "
+        "its id to eos_token_id in the model's generation_config.json"
+    )
+    assert answers.startswith("data.train: every prompt ends with an assistant message, which the model continues: ")
+    assert advice(*rows) == [unended]
+    assert not advice("t5 t6")
+    (folder / "base/generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    assert advice(rows[0]) == [answers]
+    assert not advice(rows[0], kind="sft", reward=None, sampling=None)
 
 
 def test_an_evaluation_that_cannot_be_planned_is_named() -> None:

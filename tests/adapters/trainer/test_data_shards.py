@@ -78,6 +78,20 @@ def test_files_of_all_kinds_are_shards_and_an_empty_one_has_no_rows(folder: Path
     ]
 
 
+def test_arrays_tables_of_text_and_zstandard_are_read_as_single_files(folder: Path) -> None:
+    rows = [{"prompt": "t1", "answer": 3}, {"prompt": "t2", "answer": 4}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "1.json").write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
+    (folder / "2.json").write_text(lines)
+    (folder / "3.csv").write_text("prompt,answer\nt1,3\nt2,4\n")
+    with pa.output_stream(folder / "4.jsonl.zst", compression="zstd") as file:
+        file.write(lines.encode())
+    for name in ("1.json", "2.json", "3.csv", "4.jsonl.zst"):
+        assert [row.values for row in read_rows(f"data/{name}")] == rows, name
+    [first, _] = read_rows("data/1.json")
+    assert first.place == "row 1"
+
+
 def test_a_file_whose_name_looks_like_a_pattern_is_that_file(folder: Path) -> None:
     write(folder / "part[1].jsonl", "t1")
     write(folder / "part1.jsonl", "t2")
@@ -100,16 +114,28 @@ def test_folder_with_splits_or_other_files_needs_the_datasets_library(
     [
         ("data/x-*.jsonl", r"^data/x-\*\.jsonl: no file matches"),
         (["data/1.jsonl", "data/none.jsonl"], r"^data/none\.jsonl: No such file"),
-        ("data/*.jsonl", r"^data/2\.jsonl, line 2: not JSON"),
+        ("data/[12].jsonl", r"^data/2\.jsonl, line 2: not JSON"),
         ("data/*.gz", r"^data/3\.jsonl\.gz is not a gzip file that can be read"),
-        ("data/*.csv", r"^data/4\.csv: only \.jsonl, \.jsonl\.gz, \.parquet files are read"),
+        (
+            "data/*.txt",
+            r"^data/4\.txt: only \.jsonl, \.jsonl\.gz, \.parquet, \.json, \.csv, \.jsonl\.zst files are read",
+        ),
+        ("data/5.jsonl", r"^data/5\.jsonl, line 1: a JSON array begins: name such a file \.json, or "),
+        ("data/6.json", r"^data/6\.json, row 2: a JSON object is expected"),
+        ("data/7.json", r"^data/7\.json is not JSON: "),
+        ("data/8.jsonl.zst", r"^data/8\.jsonl\.zst: .*: name a file that the trainer can read"),
+        ("data/none.csv", r"^data/none\.csv: Hugging Face datasets cannot load it \(FileNotFoundError"),
     ],
 )
 def test_invalid_shard_error_names_the_shard(folder: Path, source: Any, problem: str) -> None:
     write(folder / "1.jsonl", "t1")
     (folder / "2.jsonl").write_text('{"prompt": "t2"}\n{"prompt": \n')
     (folder / "3.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "t3"}\n' * 1000)[:-12])
-    (folder / "4.csv").touch()
+    (folder / "4.txt").touch()
+    (folder / "5.jsonl").write_text(json.dumps([{"prompt": "t5"}], indent=1))
+    (folder / "6.json").write_text('[{"prompt": "t6"}, "t7"]')
+    (folder / "7.json").write_text('[{"prompt": "t7"}')
+    (folder / "8.jsonl.zst").write_bytes(b'{"prompt": "t8"}')
     with pytest.raises(ConfigError, match=problem):
         prompts(source)
 

@@ -6,12 +6,14 @@ import json
 import re
 
 import pytest
+from tokenizers import AddedToken
 
 from rlboost.shared.errors import ConfigError
 from tests.support.chat_tokenizers import (
     BEGIN,
     CHAT,
     END,
+    LLAMA_2,
     TEMPLATES,
     TOKENIZERS,
     byte_tokenizer,
@@ -144,6 +146,41 @@ def test_special_token_that_begins_or_ends_a_turn_is_refused_in_every_text(name:
         tokens.prompt([CHAT[0], {"role": "assistant", "tool_calls": [call]}, CHAT[2]])
     for text in ("<think>", "<|fim|>", "<|im_", special[0][:-1]):
         assert text in seen(tokens, [{"role": "user", "content": f"a {text} b"}])
+
+
+@pytest.mark.parametrize("side", ["rstrip", "lstrip"])
+def test_white_space_next_to_a_special_token_is_tokenized_as_by_transformers(side: str) -> None:
+    """Phi-3's special tokens take the white space after them: that of the template, and that of an answer's start."""
+    tokenizer = byte_tokenizer(TEMPLATES["phi3"], end="<|end|>")
+    names = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False, **{side: True}) for name in names])
+    tokens, question = prompt_tokenizer(tokenizer), CHAT[:1]
+    for text in ("46", "  46", "\n46 \n", " 46 "):
+        turns = [*question, {"role": "assistant", "content": text}, CHAT[2]]
+        whole = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        turn = [*tokens.prompt(question), *tokens.answer(question, turns[1:2])]
+        assert turn == whole[: len(turn)]
+        assert [*turn, *tokens.observation(question, turn[-1], CHAT[2:])] == whole
+    end = tokenizer.eos_token_id
+    text = tokens.text_observation(end, "\nmore")
+    assert [end, *text] == tokenizer("<|end|>\nmore", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "expected"),
+    [
+        (TEMPLATES["qwen2_5"], "<|endoftext|>", "<|im_end|>"),  # as of the base model
+        (TEMPLATES["qwen2_5"], "<|im_end|>", ""),
+        (TEMPLATES["glm4moe"], "<|endoftext|>", ""),  # no token ends a turn
+        (LLAMA_2.replace("{{ eos_token }}", "<|user|>").replace("[INST]", "<|user|>"), "<|endoftext|>", ""),
+        ("{{ raise_exception('no') }}", "<|endoftext|>", ""),
+        (None, "<|endoftext|>", ""),
+    ],
+)
+def test_special_token_that_ends_turns_and_no_completion_is_found(template: str, end: str, expected: str) -> None:
+    tokenizer = byte_tokenizer(template, end)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|user|>"]})
+    assert prompt_tokenizer(tokenizer).unended_turn == expected
 
 
 def test_special_token_of_a_template_that_the_tokenizer_lacks_is_found() -> None:

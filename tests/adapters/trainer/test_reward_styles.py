@@ -74,6 +74,7 @@ async def test_the_job_files_arguments_reach_the_function(start: Start) -> None:
     ("reward", "text"),
     [
         (part("of_nobody"), r"of_nobody .*fits neither TRL's .* nor verl's"),
+        (part("of_trl"), r"of_trl .*RLBoost does not pass log_metric, as TRL's trainer does"),
         (part("compute_score", style="trl"), "fits neither"),
         (part("of_nobody", style="verl"), "is called with data_source"),
     ],

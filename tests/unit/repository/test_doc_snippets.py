@@ -25,6 +25,7 @@ RUN_ELSEWHERE = (
     "client.",  # tests/integration/test_serving.py
     "with Fleet(",  # tests/integration/test_external_trainers.py
     "rlboost.vllm import",  # tests/integration/test_gateway.py
+    "rlboost.sandbox import",  # tests/docker/test_sandbox.py
 )
 """Texts in blocks that other tests run."""
 LOSS, SKIP, AGENT = "batch: TokenBatch", "def skip(", "from agents import"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SOURCES = ("advantages", "curriculum", "loss/preference", "metrics", "offline")
+SOURCES = ("advantages", "curriculum", "loss/preference", "metrics")
 ALONE = {"loss", "lr", "kl", "entropy", "grad_norm", "mismatch_kl", "frac_reward_zero_std", "perplexity"} | {
     "accuracy",
     "margin",

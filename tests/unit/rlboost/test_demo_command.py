@@ -8,14 +8,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from rlboost import report
 from rlboost.cli import app
-from rlboost.commands import demo as command
+from rlboost.commands import system as command
 from rlboost.demo import run
 from rlboost.demo import run as running
 from rlboost.demo.run import GOAL, countdown
 from rlboost.local.state import StateDir
-from rlboost.report import page
-from rlboost.report.record import Record
+from rlboost.report import Record
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import RlJob, parse
 from tests.support.synthetic_record import AUDIT, record
@@ -88,7 +88,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             return out / "index.html"
 
         monkeypatch.setattr(running, "run", run)
-        monkeypatch.setattr(page, "write", write)
+        monkeypatch.setattr(report, "write", write)
         monkeypatch.setattr(command, "require_packages", lambda *_: None)
         return CliRunner().invoke(app, ["demo", "--state", str(tmp_path), *arguments]), asked
 

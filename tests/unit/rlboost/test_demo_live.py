@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlboost.demo.live import Lines, Screen, view_of
-from rlboost.demo.picture import EventLine, EventLines, Picture
+from rlboost.demo.live import EventLine, EventLines, Lines, Picture, Screen, view_of
 from rlboost.demo.summary import summary
-from rlboost.report.record import Record
+from rlboost.report import Record
 from tests.support.synthetic_record import AUDIT, BEGAN_AT, END_AT, record, unfinished
 
 

@@ -9,7 +9,7 @@ from rlboost.client import ServerEvent
 from rlboost.demo.summary import Recorder, observation, this_machine
 from rlboost.local.state import ProcessRecord
 from rlboost.local.supervisor import ClusterEvent
-from rlboost.report.record import load
+from rlboost.report import load
 from rlboost.shared.errors import ConfigError
 from tests.support.fake_rest import job
 from tests.support.synthetic_record import record, sample, unfinished

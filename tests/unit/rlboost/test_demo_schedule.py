@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rlboost.demo.run import FIRST_AT, LAST_AT, JobProgressEstimate, PreemptionSchedule, plan, plan_of_trace
-from rlboost.report.record import PlannedChange
+from rlboost.report import PlannedChange
 from rlboost.simulation.traces import FleetEvent, FleetTrace
 from tests.support.synthetic_record import seen
 

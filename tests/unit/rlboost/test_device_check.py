@@ -10,7 +10,7 @@ import pytest
 
 from rlboost.commands import job_files
 from rlboost.jobs import memory
-from rlboost.jobs.device_check import Fit, fit
+from rlboost.jobs.check import Fit, fit
 from rlboost.jobs.memory import TrainedModel
 from rlboost.local.layout import DeviceSummary
 from rlboost.local.spec_file import SystemSpec, placed

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from rlboost import client, follow
 from rlboost.cli import app
-from rlboost.jobs.evaluation import evaluation_of
+from rlboost.jobs.file import evaluation_of
 from tests.support.fake_rest import FakeRest, job, lines, ok
 
 JOB = {

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rlboost import client
+from rlboost import report as report_module
 from rlboost.cli import app
-from rlboost.report import page
-from rlboost.report.page import samples_by_step
+from rlboost.report import samples_by_step
 from tests.support.fake_rest import FakeRest, job, lines, ok, problem
 from tests.support.report_data import data_of
 from tests.support.synthetic_record import AUDIT, JOB_AT, row, sample
@@ -79,5 +79,5 @@ def test_report_of_a_job_whose_file_cannot_be_read_is_made_without_it(rest: Fake
 
 def test_samples_of_the_newest_steps_fit_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [sample(str(step), [("w-1", 0, 1)], step=step, prompt="", completion="x" * 10) for step in range(5)]
-    monkeypatch.setattr(page, "MAX_SAMPLE_CHARACTERS", 3 * len(json.dumps(rows[0])))
+    monkeypatch.setattr(report_module, "MAX_SAMPLE_CHARACTERS", 3 * len(json.dumps(rows[0])))
     assert list(samples_by_step(rows)) == [3, 4, 5]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost.local.ports import Ports
+from rlboost.local.cluster import Ports
 from rlboost.local.state import StateDir
 from rlboost.shared.errors import ConfigError
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlboost.report.record import Record, checks
+from rlboost.report import Record, checks
 from tests.support.synthetic_record import AUDIT, STEPS, record, row, unfinished
 
 

@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from benchmarks.step_bound import Presence, shortest_step, shortest_steps
 from rlboost.shared.messages import GroupRequested, Sampling, StepReport
 from rlboost.simulation import POLICIES, EngineSpec, Lengths, Machine, Policy, SimulationResult, run
-from rlboost.simulation.engine import Engine, Held
 from rlboost.simulation.environment import Environment
-from rlboost.simulation.job import Group
 from rlboost.simulation.policies import ABLATIONS
-from rlboost.simulation.policies.paper import PaperManager, balance, select
-from rlboost.simulation.policies.polyrl import PolyRLManager
+from rlboost.simulation.policies.baselines import PaperManager, PolyRLManager, balance, select
 from rlboost.simulation.policies.rlboost import DomainManager
 from rlboost.simulation.result import StepResult
 from rlboost.simulation.run import Simulation
+from rlboost.simulation.scenario import Group
 from rlboost.simulation.traces import FleetEvent, FleetTrace
+from rlboost.simulation.worker import Engine, Held
 from tests.support.simulated import FULL_CACHES, JOB, MACHINE, STEADY, UNSTEADY, simulated
 
 SPEC = EngineSpec(step_s=0.01, per_sample_s=0.001, per_kv_token_s=1e-5, prefill_tokens_per_s=1e9, slots=4)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rlboost.cli import app
 from rlboost.client import Client
-from rlboost.commands import token as commands
+from rlboost.commands import machines as commands
 from rlboost.services.rollout_manager.api.jobs import build
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.settings import Settings

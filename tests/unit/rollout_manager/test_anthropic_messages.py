@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from rlboost.services.rollout_manager.serving.anthropic_messages import MessageWriter, chat_of_messages
-from rlboost.services.rollout_manager.serving.dialects import translated_stream
+from rlboost.services.rollout_manager.serving.routes import translated_stream
 from rlboost.services.rollout_manager.serving.schemas import parse_chat
 from tests.support.serving_site import TOKEN, Site, running_site
 from tests.support.tool_model import ADD, call_text, tool_files

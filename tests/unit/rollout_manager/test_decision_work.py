@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.decisions import Load
-from rlboost.services.rollout_manager.domain.candidates import Candidates, has_capacity, set_batch_cap
 from rlboost.services.rollout_manager.domain.measurements import MIN_OBSERVATIONS, Profile
+from rlboost.services.rollout_manager.domain.placement import Candidates, has_capacity, set_batch_cap
 from rlboost.services.rollout_manager.domain.workers import Worker
 from tests.support.builders import samples_of, worker_joined
 

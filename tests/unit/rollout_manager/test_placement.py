@@ -17,7 +17,10 @@ from rlboost.services.rollout_manager.domain.allocation import (
     reallocate,
     shares_of,
 )
-from rlboost.services.rollout_manager.domain.candidates import (
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.jobs import LengthEstimates
+from rlboost.services.rollout_manager.domain.measurements import MIN_OBSERVATIONS, Profile
+from rlboost.services.rollout_manager.domain.placement import (
     Candidates,
     RunningSample,
     WorkerLoad,
@@ -26,9 +29,6 @@ from rlboost.services.rollout_manager.domain.candidates import (
     select_migrations,
     set_batch_cap,
 )
-from rlboost.services.rollout_manager.domain.effects import Now
-from rlboost.services.rollout_manager.domain.jobs import LengthEstimates
-from rlboost.services.rollout_manager.domain.measurements import MIN_OBSERVATIONS, Profile
 from rlboost.services.rollout_manager.domain.queue import OLDEST_GROUP_EVERY, Requirement, SampleQueue
 from rlboost.services.rollout_manager.domain.tokens import Sample
 from rlboost.services.rollout_manager.domain.workers import Fleet, Worker

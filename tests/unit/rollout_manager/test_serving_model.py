@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from rlboost.services.rollout_manager.adapters.text import load_model_files
 from rlboost.services.rollout_manager.ports import TokenizationError
 from rlboost.services.rollout_manager.serving.text import ServedModel
 from rlboost.shared.wire import I32, ints, pack
+from tests.support.chat_tokenizers import TEMPLATES, byte_tokenizer, llama_tokenizer
 from tests.support.manager_fakes import InlineTextProcessor
 from tests.support.model_folder import write_tokenizer
 
@@ -69,6 +71,23 @@ async def test_extend_chat_keeps_the_tokens_of_the_answer(folder: Path, tmp_path
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with pytest.raises(TokenizationError, match=r"message 2 \(assistant\): the chat template does not show"):
         await load(tmp_path).extend_chat(pack([1], I32), messages, 1)
+
+
+@pytest.mark.parametrize("family", ["phi3", "llama2"])
+async def test_extended_chat_has_the_tokens_of_the_whole_conversation(family: str, tmp_path: Path) -> None:
+    """Phi-3's special tokens take the white space after them, and Llama 2's tokenizer adds a space to a start."""
+    tokenizer = llama_tokenizer() if family == "llama2" else byte_tokenizer(TEMPLATES["phi3"], end="<|end|>")
+    if family == "phi3":
+        names = ["<|end|>", "<|user|>", "<|assistant|>"]
+        tokenizer.add_tokens([AddedToken(name, special=True, normalized=False, rstrip=True) for name in names])
+    tokenizer.save_pretrained(tmp_path)
+    config = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    messages = [{"role": role, "content": "46"} for role in ("user", "assistant", "user")]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    n = expected.index(tokenizer.eos_token_id, len(expected) // 2 if family == "phi3" else 0) + 1
+    assert ints(await load(tmp_path).extend_chat(pack(expected[:n], I32), messages, 1)) == expected
 
 
 async def test_served_model_errors_name_the_problem(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rlboost.services.rollout_manager.domain import siblings
+from rlboost.services.rollout_manager.domain import world
 from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.messages import SampleFinished, Siblings
@@ -139,8 +139,8 @@ async def test_another_manager_continues_without_what_ended_before(site: Site) -
 
 
 async def test_bytes_and_completions_are_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(siblings, "MAX_COMPLETIONS", 3)
-    monkeypatch.setattr(siblings, "MAX_BYTES", 1)
+    monkeypatch.setattr(world, "MAX_COMPLETIONS", 3)
+    monkeypatch.setattr(world, "MAX_SIBLING_BYTES", 1)
     answers = [[5 + n] * (2 + n // 2) for n in range(6)]
     await site.start(12, answers, uses_drafts=(True, False))
     await site.run()

@@ -11,8 +11,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402 - only where torch is
 from hypothesis import strategies as st  # noqa: E402
 
-from rlboost.services.rollout_worker.adapters.in_place import Placement, is_slice, write_words  # noqa: E402
-from rlboost.shared.weights.changed_words import Words  # noqa: E402
+from rlboost.shared.weights.changed_words import Placement, Words, is_slice, write_words  # noqa: E402
 
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 

@@ -21,7 +21,7 @@ from rlboost.services.rollout_worker.domain.parity_check import (
 from rlboost.services.rollout_worker.domain.requests import Emission
 from rlboost.services.trainer.domain.canary_prompts import COMMON_TOKENS, build_canary_prompts, build_reference
 from rlboost.shared.errors import Fatal, Undecodable
-from rlboost.shared.model.parity_reference import ParityReference, ScoredSequence
+from rlboost.shared.weights.manifest import ParityReference, ScoredSequence
 from rlboost.shared.wire import F32, pack
 
 

@@ -21,8 +21,8 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from rlboost.shared.model.parity_reference import ParityReference, ScoredSequence
 from rlboost.shared.streams.names import job_events
+from rlboost.shared.weights.manifest import ParityReference, ScoredSequence
 from tests.support.eventually import eventually
 from tests.support.worker_manager import JOB, assign
 from tests.support.worker_rig import Rig, SlowToLoad

@@ -17,8 +17,8 @@ from rlboost.services.rollout_worker.domain.requests import NOT_A_NUMBER, Emissi
 from rlboost.services.rollout_worker.fakes import FakeEngineFactory, FakeStagedWeights
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.messages import FINISH_NONE, Event, Resume, Suspend, UseVersion, WorkerHeartbeat, WorkerLeft
-from rlboost.shared.model.parity_reference import ParityReference, ScoredSequence
 from rlboost.shared.streams.names import job_events
+from rlboost.shared.weights.manifest import ParityReference, ScoredSequence
 from tests.support.eventually import eventually
 from tests.support.worker_manager import JOB, assign
 from tests.support.worker_rig import Rig, SlowToLoad

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlboost.shared.errors import Undecodable
-from rlboost.shared.job.command_signature import is_signed, signed
+from rlboost.shared.http.access import is_signed, signed
 from rlboost.shared.job.spec import to_json
 from rlboost.shared.messages import DeadLetter, JobCommand
 from rlboost.shared.messages.codec import decode, encode

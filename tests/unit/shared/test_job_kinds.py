@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlboost.jobs.evaluation import evaluation_of
+from rlboost.jobs.file import evaluation_of
 from rlboost.services.rollout_manager.domain.jobs import from_json as job_from_json
 from rlboost.services.rollout_manager.domain.jobs import to_json as job_to_json
 from rlboost.shared.errors import ConfigError

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from rlboost.shared import strict_yaml
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.file import load, set_by_override
 from rlboost.shared.job.spec import InvalidJob, parse, parse_stored, policy_jobs, to_json
 from rlboost.shared.job.training import LoraSpec
+from rlboost.shared.validation import read_yaml
 
 
 def spec(elastic: str, more: str = "") -> dict[str, object]:
@@ -83,7 +83,7 @@ def test_a_job_file_of_json_has_the_numbers_of_json(tmp_path: Path) -> None:
 def test_dates_are_read_whatever_a_library_has_done_to_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
     constructors = yaml.SafeLoader.yaml_constructors
     monkeypatch.setitem(constructors, "tag:yaml.org,2002:timestamp", constructors["tag:yaml.org,2002:str"])
-    assert strict_yaml.read("2024-01-31") == date(2024, 1, 31)
+    assert read_yaml("2024-01-31") == date(2024, 1, 31)
 
 
 @pytest.mark.parametrize(

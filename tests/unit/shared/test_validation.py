@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec, PreferenceSpec
-from rlboost.shared.job.log import MlflowSpec, SwanlabSpec, WandbSpec
+from rlboost.shared.job.base import MlflowSpec, SwanlabSpec, WandbSpec
 from rlboost.shared.job.other_trainers import NAMES, advice
 from rlboost.shared.job.reward import EnvironmentSpec, RewardPart
 from rlboost.shared.job.spec import RlJob, parse
@@ -190,6 +190,22 @@ def test_no_wrong_value_is_answered_in_the_words_of_python(path: tuple[str, ...]
         ({"per_device_train_batch_size": 8}, "RLBoost calls it trainer.micro_batch_tokens (there in completions)"),
         ({"top_k": 8}, "top_k: unknown key: RLBoost calls it sampling.top_k"),
         ({"actor_rollout_ref": {"rollout": {"top_k": -1}}}, "rollout.top_k is sampling.top_k (there -1 for all)"),
+        ({"reward": {"function": "rw.py:score"}}, "'rw.py:score' names a file: name its module, as rw:score, which"),
+        ({"reward": {"function": "./jobs/rw.py:score"}}, "name its module, as jobs.rw:score, which"),
+        ({"reward": {"function": "/home/me/rw.py:score"}}, "name its module, as rw:score, which"),
+        ({"reward": {"function": "../jobs/rw:R.score"}}, "name its module, as rw:R.score, which"),
+        ({"lr": 1e-6}, "lr: unknown key: RLBoost calls it optimizer.lr or algorithm.critic.lr"),
+        ({"data": {"truncation": "left"}}, "data.truncation: unknown key: RLBoost has no truncation"),
+        ({"optimizer": {"warmup_ratio": 0.1}}, "set optimizer.warmup_steps to ratio x steps"),
+        ({"logging_steps": 1}, "each step is logged"),
+        ({"eos_token": "<|im_end|>"}, "generation_config.json (eos_token_id)"),
+        ({"data": {"shuffle": True}}, "each epoch has another order of rows"),
+        ({"remove_unused_columns": False}, "all columns of a row reach the reward"),
+        ({"vllm_gpu_memory_utilization": 0.5}, "a setting of workers, RLBOOST_WORKER_GPU_MEMORY_UTILIZATION"),
+        (
+            {"actor_rollout_ref": {"rollout": {"tensor_model_parallel_size": 2}}},
+            "rollout.tensor_model_parallel_size: a setting of workers, RLBOOST_WORKER_TENSOR_PARALLEL",
+        ),
         ({"sampling": {"min_new_tokens": 4}}, "(docs/coming-from.md#what-differs): set sampling.min_tokens"),
         ({"sampling": {"typical_p": 0.9}}, "sampling has temperature, top_p, top_k and min_p"),
         (

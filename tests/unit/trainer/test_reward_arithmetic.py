@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.trainer.domain.advantages import group_advantages, group_standardized
+from rlboost.services.trainer.domain.advantages import (
+    all_equal,
+    combine,
+    group_advantages,
+    group_standardized,
+    is_equal,
+    reaches,
+    total,
+)
 from rlboost.services.trainer.domain.curriculum import Curriculum
 from rlboost.services.trainer.domain.groups import ScoredGroup
 from rlboost.services.trainer.domain.loss.preference import best_and_worst
 from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
 from rlboost.services.trainer.domain.plan import has_signal
-from rlboost.services.trainer.domain.rewards import all_equal, combine, is_equal, reaches, total
 from rlboost.services.trainer.domain.warnings import History, JobFacts, no_learning_signal
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.wire import F32, I32, pack

@@ -16,10 +16,10 @@ from rlboost.services.trainer.domain.advantages import (
     centered,
     group_advantages,
     leave_one_out,
+    overlong_penalty,
 )
 from rlboost.services.trainer.domain.loss.function import add_sums
 from rlboost.services.trainer.domain.loss.policy import divisor, factor, k1, k2, k3, masked, truncated
-from rlboost.services.trainer.domain.rewards import overlong_penalty
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import GROUPLESS, PRESETS, Aggregation, AlgorithmSpec, CriticSpec
 from rlboost.shared.job.file import load

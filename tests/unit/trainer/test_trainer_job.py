@@ -476,13 +476,15 @@ async def test_group_without_rewards_is_dropped_counted_and_reported(tmp_path: P
     assert warnings == ["a group of step 1 was dropped (raised) and is not trained: ValueError: no"]
 
 
-async def test_omitted_prompts_are_reported(tmp_path: Path) -> None:
+async def test_omitted_prompts_and_advice_about_the_data_are_reported(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=1, data={"train": "t", "prompts_per_step": 2, "max_prompt_tokens": 9}))
     rig.n_too_long = 4
+    rig.advice = ["data.train: every prompt ends with an answer"]
     assert (await rig.run()).state == "completed"
     [(_, fields)] = [event for event in await rig.events() if event[0] == "prompts_filtered"]
     assert (fields["train_filtered"], fields["train_remaining"], fields["eval_filtered"]) == (4, 10, 0)
     assert "more than 9 tokens (data.max_prompt_tokens)" in fields["reason"]
+    assert [fields["text"] for kind, fields in await rig.events() if kind == "warning"] == rig.advice
 
 
 async def test_reward_of_each_function_is_reported(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from rlboost.services.trainer.domain.batches import TrainingRow
-from rlboost.services.trainer.domain.loss.function import LossFn, TokenBatch
-from rlboost.services.trainer.domain.offline import OfflineStep, sft_loss
+from rlboost.services.trainer.domain.loss.function import LossFn, TokenBatch, sft_loss
+from rlboost.services.trainer.domain.metrics import OfflineStep
 from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.samples import Prompt

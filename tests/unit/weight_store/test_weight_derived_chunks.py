@@ -12,10 +12,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from rlboost.services.weight_store import deltas
 from rlboost.services.weight_store.app import WeightStore
-from rlboost.services.weight_store.deltas import edges
-from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
-from rlboost.services.weight_store.deltas.edges import DeltaComposer, Deltas
+from rlboost.services.weight_store.chunks import DerivedChunks
+from rlboost.services.weight_store.deltas import DeltaComposer, Deltas
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.garbage import UPLOAD_GRACE_S
 from rlboost.services.weight_store.metrics import Metrics
@@ -219,7 +219,7 @@ async def test_full_disk_leaves_a_derived_version_served_from_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later, without another commit, its chunks are written into space that has become free."""
-    monkeypatch.setattr(edges, "WRITE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(deltas, "WRITE_INTERVAL_S", 0.01)
     await world.publish(1)
     world.files.full = True
     with capture_logs() as logs:

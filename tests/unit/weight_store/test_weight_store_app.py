@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from rlboost.services.weight_store import garbage
+from rlboost.services.weight_store import deltas, garbage
 from rlboost.services.weight_store.app import WeightStore
-from rlboost.services.weight_store.deltas import edges
 from rlboost.services.weight_store.domain.versions import JobVersions, Version, decode_model
 from rlboost.services.weight_store.garbage import UPLOAD_GRACE_S
 from rlboost.services.weight_store.ports import StoreFull
@@ -309,7 +308,7 @@ async def test_collecting_and_composing_wait_for_the_object_store(
     for number in range(3):
         await commit(store, number, b"weights %d" % number)
     monkeypatch.setattr(garbage, "_COLLECT_INTERVAL_S", 0.001)
-    monkeypatch.setattr(edges, "_RETRY_S", 0.001)
+    monkeypatch.setattr(deltas, "_RETRY_S", 0.001)
     asked = {"last_used": 0, "edges": 0}
 
     def fail_once(port: object, name: str) -> None:

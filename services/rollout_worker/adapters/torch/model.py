@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from rlboost.services.rollout_worker.adapters.in_place import Placement, write_words
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import ATTENTION, SlotCache
 from rlboost.services.rollout_worker.adapters.torch.vision import PassInputs
 from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity
@@ -29,7 +28,7 @@ from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.data.vision import FAMILIES
 from rlboost.shared.errors import RLBoostError, UnsuitableWeights
 from rlboost.shared.model import experts
-from rlboost.shared.weights.changed_words import Words
+from rlboost.shared.weights.changed_words import Placement, Words, write_words
 
 # --- Checks of published tensors against those that an engine has -----------------------------------------------------
 

@@ -27,13 +27,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rlboost.services.rollout_worker.adapters.in_place import Placement, is_slice, write_words
 from rlboost.services.rollout_worker.adapters.vllm.load_errors import encode_load_error
 from rlboost.services.rollout_worker.adapters.vllm.plugin import is_unpacked
 from rlboost.shared.errors import UnsuitableWeights
 from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.cached_version import cached_version
-from rlboost.shared.weights.changed_words import ChangedWords
+from rlboost.shared.weights.changed_words import ChangedWords, Placement, is_slice, write_words
 
 Placements = dict[str, list[Placement]]
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)

@@ -1,4 +1,4 @@
-"""A loss function: its input, one micro-batch as columns, and the sums that it returns, which add up over several."""
+"""A loss function: its input, one micro-batch as columns, and its sums, which add up; and the plainest, `sft_loss`."""
 
 from __future__ import annotations
 
@@ -66,3 +66,14 @@ def routing_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     if not (n_tokens := sums.get(ROUTED_TOKENS)):
         return {}
     return {"moe/load_balancing_loss": sums[ROUTING_LOSS] / n_tokens, "moe/max_load": sums[EXPERT_LOAD]}
+
+
+def sft_loss(batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
+    """Return the summed cross entropy of the completions' tokens, and the sums; a `LossFn`.
+
+    The divisor is the number of tokens, so an update's loss is the mean over all tokens of its step, independent of
+    micro-batches. Prompts have no loss.
+    """
+    total = -batch.logprobs.sum()
+    n_tokens = float(sum(batch.lengths))
+    return total, {"loss": float(total.detach()), "tokens": n_tokens, "divisor": n_tokens}

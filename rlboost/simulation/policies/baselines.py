@@ -1,13 +1,31 @@
-"""What the baselines share: a manager's bookkeeping, without any of our own domain code.
+"""The baselines: the paper's policy as printed, and the rule of its released code, without any of our own domain code.
 
 A baseline follows the same messages as ours and learns of lost workers in the same way. Which worker gets a sample,
 what a migration takes along and how long the seeding window is, its subclass decides.
+
+The paper's policy is algorithm 1 (adaptive offload) and algorithm 2 (placement and balancing). Where the paper leaves
+something open, this favors its policy: the plateau B is known from the first step on instead of measured, and Theta is
+the best of those tried.
+
+The rule of the released code (PolyRL, commit 836120a), as read from it:
+
+- Whole groups are assigned round robin to the instances whose queue was empty when it was last polled, about once a
+  second; at most four groups start per second.
+- A group is delivered whole and migrates whole: every sample, finished ones too, is cut to the length of the shortest
+  and decoded again from there.
+- A worker that joins gets what is assigned after that; nothing is balanced.
+- The seeding window adapts as in the paper, with an exponential mean as its memory, in whole seconds, at least 5. It is
+  waited for to its end even when everything is generated.
+
+The released code gives a group up after five attempts and ignores errors of streams, so that the trainer gets fewer
+samples: neither is reproduced here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,10 +55,10 @@ from rlboost.shared.messages import (
 from rlboost.shared.messages.token_rows import token_rows
 from rlboost.shared.wire import I32, U32, U64, pack
 from rlboost.simulation.environment import LEASE_S, generation_s
-from rlboost.simulation.job import JOB_ID, SimulatedJob
-from rlboost.simulation.machine import Machine
-from rlboost.simulation.policies import Policy
-from rlboost.simulation.policies.turn import Turn
+from rlboost.simulation.policies import Policy, Turn
+from rlboost.simulation.scenario import JOB_ID, Machine, SimulatedJob, typical_kv
+
+# --- Bookkeeping of a manager, which both share -----------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -357,3 +375,181 @@ class Baseline:
                 group_done=False,
             )
         )
+
+
+# --- The paper's policy as printed ------------------------------------------------------------------------------------
+
+ETA = 3.0
+"""Not printed; the released code divides by this."""
+PLATEAU = 0.7
+"""B is the smallest batch with this share of the best throughput: of 0.7, 0.8 and 0.9 the best for this policy."""
+THETA = 64
+"""Not printed; of 4, 16 and 64 the best for this policy, or nearly so."""
+
+
+def select(pending: Mapping[str, int], theta: int) -> str | None:
+    """SelectInstance: return the worker with the fewest pending samples, None if none has fewer than `theta`."""
+    below = [worker for worker, n in pending.items() if n < theta]
+    return min(below, key=lambda worker: pending[worker], default=None)
+
+
+def balance(pending: Mapping[str, int], executing: Mapping[str, int], plateau: int) -> tuple[str, str, int] | None:
+    """ContinuousBalancing: select what to migrate.
+
+    Args:
+        pending: worker -> samples that wait for a slot.
+        executing: worker -> samples that it runs.
+        plateau: B, the batch beyond which throughput does not grow.
+
+    Returns:
+        (from, to, number of samples), or None.
+
+    """
+    idle = next((worker for worker, n in pending.items() if n == 0), None)
+    most = max(pending, key=lambda worker: pending[worker], default=None)
+    if idle is not None and most is not None and pending[most] > 0:
+        return most, idle, 1
+    empty = next((worker for worker, n in executing.items() if n == 0), None)
+    fullest = max(executing, key=lambda worker: executing[worker], default=None)
+    if empty is not None and fullest is not None and executing[fullest] > plateau:
+        return fullest, empty, executing[fullest] - plateau
+    return None
+
+
+class PaperManager(Baseline):
+    """Algorithms 1 and 2."""
+
+    def __init__(self, job: SimulatedJob, machine: Machine, policy: Policy) -> None:
+        super().__init__(job, machine, policy)
+        self.memory: dict[int, float] = {}
+        kv = typical_kv(job.mean_prompt_tokens, job.lengths.quantile(0.5))
+        self.plateau = machine.engine.plateau(kv, PLATEAU)
+        # A co-located trainer splits a step evenly among its engines at once.
+        self.theta = THETA if policy.fleet != "none" else job.samples
+        self._to: dict[int, str] = {}
+        """Released sample -> the worker that gets it."""
+
+    def learn(self, report: StepReport, remote_wait_s: float) -> None:
+        """Algorithm 1."""
+        self.window_s = max(0.0, self.window_s + (report.wait_s - remote_wait_s) / ETA)
+        n = self.fleet.last
+        if not self.fleet.changed and self.policy.memory:
+            self.memory[n] = self.window_s
+        self.window_s = self.memory.get(n, self.window_s)
+
+    def schedule(self) -> None:
+        """Algorithm 2."""
+        serving = {worker.id: worker for worker in self.serving()}
+        self._place(serving)
+        if self.policy.balancing:
+            self._balance(serving)
+
+    def _place(self, serving: dict[str, Instance]) -> None:
+        pending = {worker.id: worker.pending + worker.assigned for worker in serving.values()}
+        chosen: dict[str, list[Tracked]] = {}
+        for sample in list(self.queued.values()):
+            to = self._to.pop(sample.id, None)
+            if to not in serving:
+                to = select(pending, self.theta)
+            if to is None:
+                break
+            pending[to] += 1
+            chosen.setdefault(to, []).append(sample)
+        for worker, samples in chosen.items():
+            self.assign(serving[worker], samples)
+
+    def _balance(self, serving: dict[str, Instance]) -> None:
+        coming = Counter(to for sample, to in self._to.items() if sample in self.samples)
+        while True:
+            # What was assigned to a worker since its last heartbeat may run or wait.
+            settled = [w for w in serving.values() if w.pending or not (w.assigned or coming[w.id])]
+            pending = {worker.id: worker.pending for worker in settled}
+            executing = {worker.id: len(worker.held) - worker.releasing - worker.pending for worker in settled}
+            move = balance(pending, executing, self.plateau)
+            if move is None:
+                return
+            source, target, n = move
+            # Engines run samples in the order of assignment, so the last ones are pending.
+            chosen = [s for s in serving[source].held.values() if not s.releasing][-n:]
+            if not chosen:
+                return
+            self.release(serving[source], chosen)
+            self._to |= {sample.id: target for sample in chosen}
+            coming[target] += len(chosen)
+
+
+# --- The rule of the paper's released code ----------------------------------------------------------------------------
+
+POLL_S = 1.0
+GROUPS_PER_S = 4.0
+LEAST_WINDOW_S = 5.0
+_STEADY, _CHANGED = 0.8, 0.2
+"""Weight of the new window in the memory: in a step without more throughput; in one whose fleet changed."""
+
+
+class PolyRLManager(Baseline):
+    """Round robin, quota, whole groups."""
+
+    ends_early = False
+    """It sleeps for the whole window."""
+
+    def __init__(self, job: SimulatedJob, machine: Machine, policy: Policy) -> None:
+        super().__init__(job, machine, policy)
+        self.memory: dict[int, float] = {}
+        self._rate = 0.0
+        self._turn = 0
+        self._quota = 0.0
+        self._quota_at = 0.0
+        self._polled: dict[str, int] = {}
+        self._polled_at = -1.0
+
+    def learn(self, report: StepReport, remote_wait_s: float) -> None:
+        """Adapt the window."""
+        window_s = self.window_s + (report.wait_s - remote_wait_s) / ETA
+        window_s = max(LEAST_WINDOW_S, round(window_s))
+        n, rate = self.fleet.last, 1.0 / max(1e-9, self.now - self.fleet.since)
+        known = self.memory.setdefault(n, window_s)
+        if self.fleet.changed:
+            self.memory[n] = (1 - _CHANGED) * known + _CHANGED * window_s
+        elif rate <= self._rate:
+            self.memory[n] = (1 - _STEADY) * known + _STEADY * window_s
+        else:
+            self.memory[n] = window_s
+        self._rate = rate
+        self.window_s = self.memory[n]
+
+    def requeue(self, samples: Iterable[Tracked]) -> None:
+        """Queue whole groups, cut to their shortest sample."""
+        groups = dict.fromkeys(sample.request.group for sample in samples)
+        again: dict[int, Tracked] = {}
+        for group in groups:
+            members = [self.samples[group + i] for i in range(self.job.group_size)]
+            kept = min(member.tokens for member in members)
+            for member in members:
+                self.unassign(member)
+                member.tokens, member.finish = kept, FINISH_NONE
+                again[member.id] = member
+        self.queued = {**again, **{i: sample for i, sample in self.queued.items() if i not in again}}
+
+    def finished(self, sample: Tracked) -> None:
+        """Deliver a group once all its samples are complete."""
+        members = [self.samples[sample.request.group + i] for i in range(self.job.group_size)]
+        if all(member.finish for member in members):
+            for member in members:
+                self.deliver(member)
+
+    def schedule(self) -> None:
+        """Assign groups round robin, as the quota allows."""
+        if self.now - self._polled_at >= POLL_S:
+            self._polled_at = self.now
+            self._polled = {worker.id: worker.queue for worker in self.workers.values()}
+        earned = (self.now - self._quota_at) * GROUPS_PER_S
+        self._quota_at = self.now
+        self._quota = min(GROUPS_PER_S, self._quota + earned)
+        free = [worker for worker in self.serving() if self._polled.get(worker.id, 1) == 0]
+        while self._quota >= 1.0 and free and self.queued:
+            group = next(iter(self.queued.values())).request.group
+            members = [self.queued[group + i] for i in range(self.job.group_size)]
+            self.assign(free[self._turn % len(free)], members)
+            self._turn += 1
+            self._quota -= 1.0

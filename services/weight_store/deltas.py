@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import structlog
 
-from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
+from rlboost.services.weight_store.chunks import DerivedChunks
 from rlboost.services.weight_store.domain.versions import (
     HOPS_BY_SPAN,
     EdgePair,
@@ -247,7 +247,7 @@ class Deltas:
 
 # --- Composes longer hops after each commit, and writes the files of derived chunks -----------------------------------
 # One loop, `compose`, consumes committed versions in order. It produces the files of the chunks that deltas lead to
-# (see `derived_chunks`) and, one hop at a time, the hops over 2, 4 and 8 versions and, to every eighth version, the hop
+# (see `DerivedChunks`) and, one hop at a time, the hops over 2, 4 and 8 versions and, to every eighth version, the hop
 # from the job's first version. It waits for the next commit and for the disk or object store, and ends at the stop,
 # between two chunks. It composes one chunk at a time, in a thread. After a crash the next process composes the missing
 # hops; a hop is visible completely or not at all.
