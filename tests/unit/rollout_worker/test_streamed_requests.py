@@ -116,7 +116,7 @@ def test_request_waits_for_its_images_and_no_other_one_does() -> None:
     table = StreamedRequests(8, 20, 96, options={"images"})
     shown = [request(i, images=(("digest", 3),)) for i in (1, 2)]
     table.submit(shown)
-    assert not table.can_generate
+    assert [table.can_generate, table.start()] == [False, []]
     table.submit([request(3)])
     assert table.can_generate
     assert [live.request.sample for live in table.start()] == [3]
