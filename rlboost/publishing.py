@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rlboost.shared.errors import ConfigError, Conflict
+from rlboost.shared.model.folder import tensor_names
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.lora import Shape, adapter_of, config_json_of, wrapped_names
@@ -199,11 +200,12 @@ def _kinds_of(model: Mapping[str, torch.Tensor] | str) -> Iterator[tuple[str, tu
         return
     from safetensors import safe_open  # noqa: PLC0415 - a library of those who load models
 
+    name_of = tensor_names(Path(model))
     for path in sorted(Path(model).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no mapping
                 kind = file.get_slice(name)
-                yield name, (tuple(kind.get_shape()), kind.get_dtype())
+                yield name_of(name), (tuple(kind.get_shape()), kind.get_dtype())
 
 
 def _places_of(model: Mapping[str, torch.Tensor] | str) -> dict[str, int]:

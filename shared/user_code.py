@@ -144,6 +144,7 @@ OUR_FUNCTIONS: Mapping[str, Kind] = {
     CODE_REWARD: "reward function",
     PROGRAM_AGENT: "agent",
     VERIFIERS_AGENT: "agent",
+    "rlboost.agents.harbor:Tasks": "agent",
     "rlboost.rewards.math:score": "reward function",
     "rlboost.examples.countdown.reward:score": "reward function",
     "rlboost.examples.sums.reward:score": "reward function",

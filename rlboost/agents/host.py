@@ -25,7 +25,7 @@ from rlboost.agents import Session
 from rlboost.shared.errors import Conflict, Fatal
 from rlboost.shared.http.clients import async_http_client
 from rlboost.shared.http.server_url import MAX_REDIRECTS, redirected_origin
-from rlboost.shared.job.agent import NO_REWARDS, Agent, AgentRun, load_agent
+from rlboost.shared.job.agent import NO_REWARDS, Agent, AgentRun, check_time, load_agent
 from rlboost.shared.job.priced_model import BudgetSpent
 from rlboost.shared.proxies import internal
 from rlboost.shared.secrets import bearer
@@ -115,7 +115,7 @@ class Host:
             query = {"count": min(free, MAX_AT_ONCE), "wait": WAIT_S}
             answer = await self._post(f"jobs/{self.job}/sessions/next", self.token, params=query)
             for given in answer.json():
-                self._agent(given["arguments"])  # what it raises ends this host
+                check_time(self._agent(given["arguments"]), given["timeout_s"])  # what they raise ends this host
                 task = asyncio.create_task(self._serve(given), name=f"session-{given['sample']}")
                 self._running[given["id"]] = task
                 task.add_done_callback(lambda _, name=given["id"]: self._ended(name))  # type: ignore[misc]

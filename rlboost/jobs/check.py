@@ -540,7 +540,8 @@ def _prompt(spec: DataSpec, key: str, row: Row, *, sees_images: bool) -> object:
         margin_of(row.values)
     if isinstance(spec, DpoDataSpec):
         return pair_of(row.values, key, spec.chosen_key, spec.rejected_key)[0].prompt
-    return prompt_of(split_images(row.values, key).values if sees_images else row.values, key).given
+    values = split_images(row.values, key).values if sees_images else row.values
+    return prompt_of(values, key, spec.system_prompt).given
 
 
 def _may_have_chat_template(model: Path) -> bool:

@@ -70,7 +70,10 @@ def _absolute(path: str) -> str:
 _NAMES = ("name", "model")
 _COPIED = ("environment", "agent", "models", "reward", "sampling")
 _COPIED_FROM = {
-    "data": ("eval", "eval_split", "subset", "prompt_key", "chat_template_kwargs", "max_prompt_tokens"),
+    "data": (
+        *("eval", "eval_split", "subset", "prompt_key", "system_prompt", "chat_template_kwargs"),
+        "max_prompt_tokens",
+    ),
     "trainer": (
         "backend",
         "dtype",

@@ -122,7 +122,7 @@ import json, sys
 from rlboost.shared.job.agent import agent_factory
 from rlboost.shared.user_code import describe_import_error
 try:
-    agent_factory(sys.argv[1], json.loads(sys.argv[2]))
+    agent_factory(sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3]))
 except BaseException as error:
     sys.exit("agent.function: " + describe_import_error(sys.argv[1], "agent", error))
 """
@@ -213,7 +213,8 @@ def code_problems(spec: JobSpec) -> list[str]:
         if path
     ]
     if spec.agent is not None and spec.agent.function is not None:
-        arguments, limit_s = (spec.agent.function, json.dumps(spec.agent.arguments)), spec.agent.timeout_s
+        limit_s = spec.agent.timeout_s
+        arguments = (spec.agent.function, json.dumps(spec.agent.arguments), str(limit_s))
         found.append(complaint("agent.function", spec.agent.function, _AGENT_SCRIPT, *arguments, more_s=limit_s))
     return [problem for problem in found if problem and not _needs_torch(problem)]
 

@@ -287,8 +287,13 @@ class RlPrompt(NamedTuple):
     """Arguments of the chat template."""
 
 
-def prompt_of(values: dict[str, Any], prompt_key: str) -> RlPrompt:
+def prompt_of(values: dict[str, Any], prompt_key: str, system_prompt: str | None = None) -> RlPrompt:
     """Return the prompt in a row, with the columns `tools` and `chat_template_kwargs` if there are any.
+
+    Args:
+        values: the row.
+        prompt_key: the column of the prompt.
+        system_prompt: makes text a message of the user, and goes before as a system message; none if it is empty.
 
     Raises:
         ConfigError: it has none, or the model would not see it as it is; the text says what is wrong, not where.
@@ -300,11 +305,17 @@ def prompt_of(values: dict[str, Any], prompt_key: str) -> RlPrompt:
     given = parsed_messages(values[prompt_key])
     tools, kwargs = tools_of(values.get(TOOLS)), template_kwargs_of(values.get(TEMPLATE_KWARGS))
     if isinstance(given, str):
-        _require_no_options(tools, kwargs)
         _require_text(given, prompt_key)
-        return RlPrompt(given)
+        if system_prompt is None:
+            _require_no_options(tools, kwargs)
+            return RlPrompt(given)
+        given = [{"role": "user", "content": given}]
     if not is_messages(given):
         raise ConfigError(f"{prompt_key!r} is neither text nor a list of chat messages with a role")
+    if system_prompt is not None and any(message["role"] in ("system", "developer") for message in given):
+        raise ConfigError("the prompt has a system message of its own: remove it, or remove data.system_prompt")
+    if system_prompt:
+        given = [{"role": "system", "content": system_prompt}, *given]
     if all(message["role"] == ASSISTANT for message in given):
         raise ConfigError("all messages are the assistant's: begin with the message that it answers")
     return RlPrompt(clean_messages(given, of_row=True), tools, kwargs)

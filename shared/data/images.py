@@ -15,7 +15,7 @@ import numpy as np
 
 from rlboost.shared.data.messages import parsed_messages
 from rlboost.shared.data.rows import is_messages
-from rlboost.shared.data.vision import FAMILIES, MARK, VisionConfig, encode
+from rlboost.shared.data.vision import MARK, VisionConfig, encode
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages.requests import MAX_IMAGE_BYTES
 from rlboost.shared.process.modules import pip_install
@@ -26,6 +26,8 @@ _TEXT_MARK = "<image>"
 """The place of an image in the text of a message, as in verl."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """What Pillow decodes itself: for others, such as EPS, it starts programs of the machine."""
+_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+"""The least and the most pixels if the model's files have none, as in transformers."""
 _MOST_STRETCHED = 200
 """Ratio of an image's sides that the families allow."""
 
@@ -144,18 +146,18 @@ class ImageReader:
             "patch_size": vision.patch_size,
             "temporal_patch_size": vision.temporal_patch_size,
             "merge_size": vision.merge_size,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
+            "image_mean": [*vision.mean],
+            "image_std": [*vision.std],
         }
         for name, value in expected.items():
             if processor.get(name, value) != value:
                 raise ConfigError(
                     f"model {model}: {file.name} has {name} {processor[name]}, and images are prepared with {value}, "
-                    f"as those of {', '.join(FAMILIES)}: use the family's own file"
+                    "as those of its family: use the family's own file"
                 )
-        size = processor.get("size", {})
-        least = max(vision.factor**2, int(size.get("shortest_edge", processor.get("min_pixels", 0))))
-        most = int(size.get("longest_edge", processor.get("max_pixels", 1 << 40)))
+        size = processor.get("size") or _SIZE
+        least = max(vision.factor**2, int(processor.get("min_pixels") or size.get("shortest_edge", 0)))
+        most = int(processor.get("max_pixels") or size.get("longest_edge", 1 << 40))
         if max_pixels is not None and max_pixels < least:
             raise ConfigError(f"data.max_image_pixels: the model's images have {least} pixels or more: raise it")
         return cls(vision, least, min(most, max_pixels or most))

@@ -190,7 +190,8 @@ def _read(source: str, split: str, subset: str | None) -> Iterator[Row]:
 
 def _jsonl(source: str, path: Path) -> Iterator[Row]:
     with _reading(source):
-        opened = {".gz": gzip.open, ".zst": _open_zstd}.get(path.suffix, open)
+        openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".zst": _open_zstd}
+        opened = openers.get(path.suffix, open)
         with opened(path, "rt", encoding="utf-8-sig") as lines:  # with or without a byte order mark
             for number, line in enumerate(lines, 1):
                 if not line.strip():

@@ -6,6 +6,7 @@ its height and width, then its pixels, RGB; a prompt has one token id of `image_
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -18,8 +19,26 @@ from rlboost.shared.errors import ConfigError
 
 Array = npt.NDArray[Any]
 
-FAMILIES = ("qwen3_vl",)
-"""Values of `model_type` in `config.json`."""
+
+class Family(NamedTuple):
+    """What differs between families of models that see images."""
+
+    mean: tuple[float, float, float]
+    """Of colors from 0 to 1."""
+    std: tuple[float, float, float]
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Regular expression -> replacement: tensors in files that are older than their names in transformers."""
+
+
+FAMILIES = {
+    "qwen2_5_vl": Family(
+        (0.48145466, 0.4578275, 0.40821073),
+        (0.26862954, 0.26130258, 0.27577711),
+        ((r"^visual\.", "model.visual."), (r"^model\.(?!language_model\.|visual\.)", "model.language_model.")),
+    ),
+    "qwen3_vl": Family((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+}
+"""`model_type` in `config.json` -> the family."""
 TOWER = "visual"
 """The module of these models that encodes images, as a component of its tensors' names."""
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -42,6 +61,8 @@ class VisionConfig(NamedTuple):
     merge_size: int
     """A token is the square of this many patches."""
     image_token_id: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
 
     @property
     def factor(self) -> int:
@@ -55,12 +76,18 @@ class VisionConfig(NamedTuple):
 
 def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:
     """Return what a `config.json` says of images; None if the model sees none, or is of another family."""
-    if config.get("model_type") not in FAMILIES:
+    if (family := FAMILIES.get(config.get("model_type", ""))) is None:
         return None
     tower = config["vision_config"]
-    return VisionConfig(
-        tower["patch_size"], tower["temporal_patch_size"], tower["spatial_merge_size"], config["image_token_id"]
-    )
+    sizes = tower["patch_size"], tower["temporal_patch_size"], tower["spatial_merge_size"]
+    return VisionConfig(*sizes, config["image_token_id"], family.mean, family.std)
+
+
+def tensor_name(name: str, model_type: str) -> str:
+    """Return the name in transformers' model of a tensor of a file, which may have an older one."""
+    for pattern, new in FAMILIES[model_type].renamed if model_type in FAMILIES else ():
+        name = re.sub(pattern, new, name)
+    return name
 
 
 # --- The bytes of an image --------------------------------------------------------------------------------------------
@@ -87,11 +114,14 @@ def decode(data: bytes, vision: VisionConfig) -> Array:
 def patches(pixels: Array, vision: VisionConfig) -> tuple[Array, tuple[int, int]]:
     """Return the input of the vision tower, float32 [patches, numbers of a patch], and the rows and columns of patches.
 
-    Patches of a token are neighbors. Colors are from -1 to 1; the frames of a patch are the same image.
+    Patches of a token are neighbors. Colors are scaled by the family's mean and deviation; the frames of a patch are
+    the same image.
     """
     size, merge = vision.patch_size, vision.merge_size
     rows, columns = (side // size for side in pixels.shape[:2])
-    scaled = pixels.astype(np.float32) / np.float32(127.5) - np.float32(1)
+    levels = (np.arange(256) * (1 / 255)).astype(np.float32)  # the operations of transformers, for the same bits
+    mean, std = (np.array(one, np.float32) for one in (vision.mean, vision.std))
+    scaled = (levels[pixels] - mean) / std
     split = scaled.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
     ordered = split.transpose(0, 3, 1, 4, 6, 2, 5)  # ..., color, row, column
     frames = np.repeat(ordered[..., None, :, :], vision.temporal_patch_size, axis=-3)

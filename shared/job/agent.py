@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import re
 import reprlib
 import secrets
@@ -197,12 +198,22 @@ _POLICIES = '{"reward": 0.5, "policies": {NAME: 1.0}}'
 
 Agent = Callable[[Session, dict[str, Any]], Any]
 """`agent(session, row)` returns the reward, or `{"reward": 0.5}` with `cost` or `rewards` (see `Rewards`), or an
-awaitable of either. It may have a method `rows(split)`, which returns its own data rows."""
+awaitable of either. It may have a method `rows(split)`, which returns its own data rows, and `least_timeout_s`, the
+least `agent.timeout_s` that its sessions need."""
 
 
-def agent_factory(path: str, arguments: Mapping[str, Any]) -> Callable[[], AgentRun]:
-    """Return what makes the runs of a job file's agent; see `load_agent`."""
-    return partial(AgentRun, load_agent(path, arguments))
+def agent_factory(path: str, arguments: Mapping[str, Any], timeout_s: float = math.inf) -> Callable[[], AgentRun]:
+    """Return what makes the runs of a job file's agent; see `load_agent` and `check_time`."""
+    agent = load_agent(path, arguments)
+    check_time(agent, timeout_s)
+    return partial(AgentRun, agent)
+
+
+def check_time(agent: Agent, timeout_s: float) -> None:
+    """Raise InvalidUserFunction if an agent's sessions need more time than a job gives them."""
+    needed_s = float(getattr(agent, "least_timeout_s", 0.0))
+    if timeout_s < needed_s:
+        raise InvalidUserFunction(f"agent.timeout_s is {timeout_s:g}: its sessions may need {needed_s:g} s or more")
 
 
 def load_agent(path: str, arguments: Mapping[str, Any]) -> Agent:

@@ -93,6 +93,10 @@ class TrainDataSpec(DataSpec):
 class RlDataSpec(TrainDataSpec):
     """Prompts for reinforcement learning."""
 
+    system_prompt: str | None = None
+    """Makes each prompt that is text a message of the user, which the chat template renders after a system message with
+    this text, or alone if it is empty (`""`). Prompts of chat messages get the system message, too; those that have one
+    are an error."""
     curriculum: CurriculumSpec | None = None
     """Skips prompts because of the rewards of their earlier groups."""
 
@@ -100,6 +104,7 @@ class RlDataSpec(TrainDataSpec):
 class OfflineDataSpec(TrainDataSpec):
     """Prompts with completions."""
 
+    system_prompt: ClassVar[None] = None
     curriculum: ClassVar[None] = None
     max_completion_tokens: int | None = Field(None, ge=1)
     """Rows with longer completions are left out and counted."""
@@ -134,6 +139,10 @@ class RewardDataSpec(DpoDataSpec):
 class EvalDataSpec(DataSpec):
     """Held-out prompts only."""
 
+    system_prompt: str | None = None
+    """Makes each prompt that is text a message of the user, which the chat template renders after a system message with
+    this text, or alone if it is empty (`""`). Prompts of chat messages get the system message, too; those that have one
+    are an error."""
     train: ClassVar[None] = None
     prompts_per_step: ClassVar[int] = 0
     curriculum: ClassVar[None] = None

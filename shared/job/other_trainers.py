@@ -30,6 +30,7 @@ NAMES: Mapping[str, Names] = {
     "data.train": Names("`train_dataset`", "`data.train_files`", "`data.prompt_dataset`", "`env`"),
     "data.eval": Names("`eval_dataset`", "`data.val_files`", "`eval.dataset`", "`eval.env`"),
     "data.prompt_key": Names("", "`data.prompt_key`", "`data.input_key`"),
+    "data.system_prompt": Names("", "", "", "`env.args.system_prompt`"),
     "data.chat_template_kwargs": Names("`chat_template_kwargs`", "`data.apply_chat_template_kwargs`"),
     "data.train_split": Names("", "", "`data.prompt_split`"),
     "data.eval_split": Names("", "", "`eval.split`"),
@@ -331,7 +332,7 @@ def advice(place: str, value: object, is_misspelt: bool = False) -> str:
     if isinstance(value, dict):
         leaves = list(_leaves(place, value))
         known = [f"{leaf} is {found}" for leaf in leaves if (found := _translation(leaf))]
-        known += [f"{leaf}: {found}" for leaf in leaves if (found := ABSENT.get(leaf.removeprefix(_VERL_SECTION)))]
+        known += [f"{leaf}: {ABSENT[name]}" for leaf in leaves if (name := leaf.removeprefix(_VERL_SECTION)) in ABSENT]
         if known or place in _foreign_sections():
             return ": ".join(
                 filter(None, (f"a section of another trainer ({_NAMES_PAGE})", ", ".join(known[:_MAX_SHOWN])))

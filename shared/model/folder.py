@@ -6,11 +6,13 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
+from rlboost.shared.data.vision import tensor_name
 from rlboost.shared.errors import ConfigError
 
 # --- The tokens that end a completion of a model, from the files of its folder ----------------------------------------
@@ -235,15 +237,29 @@ def declare_scores(folder: Path, architecture: str, pad_id: int | None) -> None:
 # --- The tensors of a model's files -----------------------------------------------------------------------------------
 
 
+def tensor_names(model: Path) -> Callable[[str], str]:
+    """Return what gives a tensor of a directory's files its name in transformers' model; see `vision.tensor_name`.
+
+    Raises:
+        ConfigError: `config.json` cannot be read.
+
+    """
+    config = read_config(model) if (model / "config.json").is_file() else {}
+    return partial(tensor_name, model_type=str(config.get("model_type")))
+
+
 def read_tensor_shapes(model: Path) -> dict[str, Shape]:
-    """Return the shape of every tensor in the directory's .safetensors files, by name.
+    """Return the shape of every tensor in the directory's .safetensors files, by its name in transformers' model.
 
     Raises:
         ConfigError: one of the files is damaged.
 
     """
+    name_of = tensor_names(model)
     return {
-        name: shape for path in sorted(model.glob("*.safetensors")) for name, shape in _shapes_in(model, path).items()
+        name_of(name): shape
+        for path in sorted(model.glob("*.safetensors"))
+        for name, shape in _shapes_in(model, path).items()
     }
 
 

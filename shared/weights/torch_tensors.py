@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from rlboost.shared.model.folder import tensor_names
 from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.manifest import Shard, TensorEntry, digest_of
 
@@ -50,10 +51,11 @@ def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
 def _of_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open  # noqa: PLC0415 - a library of those who load models
 
+    name_of = tensor_names(folder)
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no mapping
-                yield name, file.get_tensor(name)
+                yield name_of(name), file.get_tensor(name)
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:

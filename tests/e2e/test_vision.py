@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlboost.shared.data.vision import FAMILIES
 from tests.support import tiny_vision, vllm_engines
 from tests.support.black_box import black_box
 
@@ -33,10 +34,10 @@ def write_rows(folder: Path, name: str, per_color: int, first_seed: int) -> str:
     return str(file)
 
 
-def job(folder: Path, head_dim: int = 16) -> dict[str, Any]:
+def job(folder: Path, family: str, head_dim: int = 16) -> dict[str, Any]:
     return {
         "name": "colors",
-        "model": str(tiny_vision.write(folder / "model", steepness=0.5, head_dim=head_dim)),
+        "model": str(tiny_vision.write(folder / "model", steepness=0.5, family=family, head_dim=head_dim)),
         "data": {
             "train": write_rows(folder, "train", 16, 0),
             "eval": write_rows(folder, "eval", 8, 1000),
@@ -52,9 +53,10 @@ def job(folder: Path, head_dim: int = 16) -> dict[str, Any]:
     }
 
 
-def test_tiny_model_learns_to_name_a_color_while_a_worker_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tiny_model_learns_to_name_a_color_while_a_worker_is_killed(tmp_path: Path, family: str) -> None:
     with black_box(tmp_path / "state", workers=2) as box, closing(box.http):
-        spec = job(tmp_path / "state")
+        spec = job(tmp_path / "state", family)
         job_id = box.submit(spec)
         box.until_step(job_id, STEPS // 2)
         assert box.until_busy(job_id)
@@ -74,7 +76,7 @@ def test_images_are_trained_on_with_vllm_while_a_worker_is_killed(tmp_path: Path
     vllm_engines.require_installed()
     steps = 4
     with black_box(tmp_path / "state", workers=2, engine="vllm") as box, closing(box.http):
-        spec = {**job(tmp_path / "state", head_dim=32), "steps": steps}
+        spec = {**job(tmp_path / "state", "qwen3_vl", head_dim=32), "steps": steps}
         del spec["eval"], spec["data"]["eval"]
         job_id = box.submit(spec)
         box.until_step(job_id, 1)

@@ -1,26 +1,27 @@
-"""Prompts with images in both engines and in training, against transformers' own forward pass."""
+"""Prompts with images in the torch engine and in training, against transformers' own forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 torch = pytest.importorskip("torch")
 
 from peft import PeftModel  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForImageTextToText  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
 
-from rlboost.services.rollout_worker.adapters.tokenizer import tokenizer_for_grammars  # noqa: E402
+from rlboost.services.rollout_worker.adapters.store_weights import ModelFolderSeeder  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
 from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402
 from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
-from rlboost.services.rollout_worker.ports import Engine  # noqa: E402
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder  # noqa: E402
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402
 from rlboost.services.trainer.adapters.torch.ranks import Layout  # noqa: E402
@@ -28,109 +29,71 @@ from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, co
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss  # noqa: E402
 from rlboost.services.trainer.ports.engine import PolicySettings  # noqa: E402
 from rlboost.shared.data.images import ImageReader  # noqa: E402
-from rlboost.shared.data.vision import VisionConfig, decode, expanded, patches, rotary_positions, vision_of  # noqa: E402
+from rlboost.shared.data.vision import (  # noqa: E402
+    FAMILIES,
+    VisionConfig,
+    decode,
+    expanded,
+    patches,
+    rotary_positions,
+    vision_of,
+)
 from rlboost.shared.errors import ConfigError  # noqa: E402
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec  # noqa: E402
+from rlboost.shared.model.folder import read_config, read_tensor_shapes  # noqa: E402
+from rlboost.shared.weights.cache import Cache  # noqa: E402
 from rlboost.shared.weights.cached_version import AdaptedVersion, CachedVersion  # noqa: E402
-from rlboost.shared.weights.manifest import digest_of  # noqa: E402
+from rlboost.shared.weights.torch_tensors import named_shards  # noqa: E402
 from rlboost.shared.wire import F32, I32, pack, unpack  # noqa: E402
-from tests.support import tiny_models, tiny_vision, vllm_engines  # noqa: E402
+from tests.support import tiny_models, tiny_vision  # noqa: E402
 from tests.support.adapter_versions import pulled_base  # noqa: E402
 from tests.support.engines import Collected, Collector, FreePasses, request  # noqa: E402
-from tests.support.engines import run as run_texts  # noqa: E402
-from tests.support.eventually import eventually  # noqa: E402
-from tests.support.model_folder import write_character_tokenizer  # noqa: E402
 from tests.support.policy_comparison import assert_trained_equally, bits, values  # noqa: E402
 from tests.support.recorded_run import KEY  # noqa: E402
 from tests.support.staged_versions import pulled  # noqa: E402
 from tests.support.staged_weights import Staged  # noqa: E402
-from tests.support.tiny_vision import IMAGE, picture  # noqa: E402
+from tests.support.tiny_vision import IMAGE, Shown, picture  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")  # vLLM leaves its own open
-with_engines = pytest.mark.asyncio(loop_scope="module")
-"""The tests share one vLLM, which belongs to an event loop."""
-HEAD_DIM = 32
 SHORT = [2, 6, 3, IMAGE, 4, 8, 9, 1, 2, 7]
 """A prompt with one image."""
+WIDE = (40, 24), (24, 64), (8, 48)
+"""Sizes of images of more tokens than a window of the tower has."""
 NO_IMAGE: dict[str, Any] = {"logit_bias": ((IMAGE, -1e4),)}
 """The completion has no `IMAGE`."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_vision.write(tmp_path_factory.mktemp("vision") / "model", head_dim=HEAD_DIM)
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="module")
-def vision() -> VisionConfig:
-    found = vision_of(tiny_vision.config(HEAD_DIM).to_dict())
+def folder(tmp_path_factory: pytest.TempPathFactory, family: str) -> Path:
+    return tiny_vision.write(tmp_path_factory.mktemp("vision") / "model", family=family)
+
+
+@pytest.fixture(scope="module")
+def model(family: str) -> Any:
+    return tiny_vision.make(family=family)
+
+
+@pytest.fixture(scope="module")
+def vision(folder: Path) -> VisionConfig:
+    found = vision_of(read_config(folder))
     assert found is not None
     return found
 
 
-def make(seed: int = 0) -> Any:
-    return tiny_vision.make(seed, head_dim=HEAD_DIM)
-
-
-@pytest_asyncio.fixture(loop_scope="module", params=["torch", "vllm"])
-async def engine(
-    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Engine]:
-    engine: Engine
-    if request.param == "torch":
-        engine = TorchEngine(folder, slots=6, drafter=Drafter(64, FreePasses()))
-    else:
-        vllm_engines.require()
-        tokenizer = write_character_tokenizer(tmp_path_factory.mktemp("tokenizer")) / "tokenizer.json"
-        engine = await vllm_engines.start(
-            tiny_vision.config(HEAD_DIM),
-            slots=6,
-            tokenizer_json=tokenizer_for_grammars(tokenizer.read_text()),
-            max_adapters=2,
-            vllm_args={"max_num_batched_tokens": 24},  # parts of a prompt are computed apart, and it keeps 24 images
-        )
-    await engine.load_weights(0, Staged(tiny_models.weights(make())))
+@pytest.fixture
+async def engine(folder: Path, model: Any) -> AsyncIterator[TorchEngine]:
+    engine = TorchEngine(folder, slots=6, drafter=Drafter(64, FreePasses()))
+    await engine.load_weights(0, Staged(tiny_models.weights(model)))
     yield engine
     await engine.close()
 
 
-class Shown:
-    """A prompt with images, as a trainer requests it."""
-
-    def __init__(self, folder: Path, vision: VisionConfig, ids: Sequence[int], *given: Any) -> None:
-        reader = ImageReader.of(folder, vision)
-        self.vision = vision
-        self.data = [reader.read(one, None) for one in given]
-        self.images = tuple((digest_of(one), len(one)) for one in self.data)
-        self.ids = expanded(ids, [reader.grid(one) for one in self.data], vision)
-
-    def request(self, sample: int, **options: Any) -> Request:
-        return request(sample, prompt=self.ids, images=self.images, **options)
-
-    def logprobs(self, model: Any, tokens: Sequence[int], engine: Engine | None = None) -> list[float]:
-        """Return what transformers' own forward pass says of a completion, which it takes without `IMAGE` only.
-
-        For vLLM among the tokens of `NO_IMAGE`, as it reports them.
-        """
-        pictures = [patches(decode(one, self.vision), self.vision) for one in self.data]
-        ids = torch.tensor([[*self.ids, *tokens]])
-        kinds = (ids == IMAGE).int()
-        kinds[:, len(self.ids) :] = 0
-        logits = model(
-            input_ids=ids,
-            pixel_values=torch.from_numpy(np.concatenate([values for values, _ in pictures])),
-            image_grid_thw=torch.tensor([(1, *grid) for _, grid in pictures]),
-            mm_token_type_ids=kinds,
-            use_cache=False,
-        ).logits[0, len(self.ids) - 1 : -1]
-        if not (engine is None or isinstance(engine, TorchEngine)):
-            logits[:, IMAGE] = -torch.inf
-        scores = torch.log_softmax(logits.float(), -1)
-        found: list[float] = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-        return found
-
-
-async def run(engine: Engine, asked: Sequence[tuple[Shown, Request]]) -> list[Collected]:
+async def run(engine: TorchEngine, asked: Sequence[tuple[Shown, Request]]) -> list[Collected]:
     collector = Collector(engine)
     engine.submit([one for _, one in asked])
     for shown, one in asked:
@@ -138,7 +101,7 @@ async def run(engine: Engine, asked: Sequence[tuple[Shown, Request]]) -> list[Co
     return await collector.all_ended([one for _, one in asked])
 
 
-def test_patches_and_positions_are_those_of_transformers(folder: Path, vision: VisionConfig) -> None:
+def test_patches_and_positions_are_those_of_transformers(folder: Path, vision: VisionConfig, model: Any) -> None:
     reader, processor = ImageReader.of(folder, vision), Qwen2VLImageProcessorPil.from_pretrained(folder)
     for size in ((16, 16), (40, 24), (33, 70), (100, 90), (7, 9)):
         image = picture("red", 1, size)
@@ -148,16 +111,16 @@ def test_patches_and_positions_are_those_of_transformers(folder: Path, vision: V
         assert np.array_equal(values, expected["pixel_values"])
     grids = [(4, 4), (6, 4)]
     ids = torch.tensor([expanded([*SHORT[:5], *SHORT], grids, vision)])
-    expected, _ = make().model.get_rope_index(
+    expected, _ = model.model.get_rope_index(
         ids, (ids == IMAGE).int(), image_grid_thw=torch.tensor([(1, *grid) for grid in grids])
     )
     assert rotary_positions(ids[0].numpy(), grids, vision).tolist() == expected[:, 0].tolist()
 
 
-@with_engines
-async def test_samples_see_their_own_images(engine: Engine, folder: Path, vision: VisionConfig) -> None:
+async def test_samples_see_their_own_images(
+    engine: TorchEngine, folder: Path, vision: VisionConfig, model: Any
+) -> None:
     """Prompts with the same tokens and other images share no keys and values; those with the same images do."""
-    model = make()
     shown = [
         Shown(folder, vision, SHORT, picture("red")),
         Shown(folder, vision, SHORT, picture("blue")),
@@ -169,45 +132,18 @@ async def test_samples_see_their_own_images(engine: Engine, folder: Path, vision
     made = await run(engine, asked)
     for (prompt, _), one in zip(asked, made, strict=True):
         assert not one.error
-        assert one.logprobs == pytest.approx(prompt.logprobs(model, one.tokens, engine), abs=1e-4)
-    assert shown[0].logprobs(model, made[0].tokens, engine) != pytest.approx(
-        shown[1].logprobs(model, made[0].tokens, engine), abs=0.1
-    )
-    assert engine.adapters is None or isinstance(engine, TorchEngine), "vLLM's merge them"
-    if isinstance(engine, TorchEngine):
-        n_prompts = sum(len(one.ids) for one in shown)
-        assert engine.prefilled_tokens_total < 2 * n_prompts, "samples of a prompt share its keys and values"
+        assert one.logprobs == pytest.approx(prompt.logprobs(model, one.tokens), abs=1e-4)
+    assert shown[0].logprobs(model, made[0].tokens) != pytest.approx(shown[1].logprobs(model, made[0].tokens), abs=0.1)
+    n_prompts = sum(len(one.ids) for one in shown)
+    assert engine.prefilled_tokens_total < 2 * n_prompts, "samples of a prompt share its keys and values"
 
 
-@with_engines
-async def test_more_images_than_an_engine_keeps(engine: Engine, folder: Path, vision: VisionConfig) -> None:
-    shown = [Shown(folder, vision, SHORT, picture("red", seed)) for seed in range(40)]
-    asked = [(shown[i % 40], shown[i % 40].request(i, **NO_IMAGE)) for i in range(80)]
-    for (prompt, _), one in zip(asked, await run(engine, asked), strict=True):
-        assert one.logprobs == pytest.approx(prompt.logprobs(make(), one.tokens, engine), abs=1e-4)
-
-
-@with_engines
-async def test_given_completion_is_scored_with_its_images(engine: Engine, folder: Path, vision: VisionConfig) -> None:
-    tokens = [11, 12, 7, 8, 1]
-    shown = [Shown(folder, vision, SHORT, picture(color)) for color in ("red", "blue")]
-    asked = [(one, one.request(i, max_tokens=5, forced=pack(tokens, I32))) for i, one in enumerate(shown)]
-    for (prompt, _), one in zip(asked, await run(engine, asked), strict=True):
-        assert one.tokens == tokens
-        assert one.logprobs == pytest.approx(prompt.logprobs(make(), tokens), abs=1e-4)
-
-
-@with_engines
 @pytest.mark.parametrize("batch_invariant", [False, True])
 async def test_resumed_sample_is_prefilled_with_its_images(
-    engine: Engine, folder: Path, vision: VisionConfig, batch_invariant: bool
+    engine: TorchEngine, folder: Path, vision: VisionConfig, batch_invariant: bool
 ) -> None:
-    if batch_invariant and not isinstance(engine, TorchEngine):
-        pytest.skip("only torch engines do")
     shown = Shown(folder, vision, SHORT, picture("green"))
-    # vLLM's random generators begin anew.
-    temperature = 1.0 if isinstance(engine, TorchEngine) else 0.0
-    whole = shown.request(1, max_tokens=20, batch_invariant=batch_invariant, temperature=temperature)
+    whole = shown.request(1, max_tokens=20, batch_invariant=batch_invariant)
     (first,) = await run(engine, [(shown, whole)])
     resumed = replace(whole, attempt=2, tokens=first.tokens[:7])
     other = Shown(folder, vision, SHORT, picture("white"))
@@ -215,60 +151,22 @@ async def test_resumed_sample_is_prefilled_with_its_images(
         engine, [(shown, resumed), (other, other.request(2, max_tokens=20, batch_invariant=batch_invariant))]
     )
     assert again.tokens == first.tokens[7:]
-    assert again.logprobs == pytest.approx(first.logprobs[7:], abs=1e-4)
     if batch_invariant:
         assert again.logprobs == first.logprobs[7:], "the same bits"
 
 
-@with_engines
-@pytest.mark.parametrize("keep_kv", [False, True])
 async def test_new_weights_see_images_anew(
-    engine: Engine, folder: Path, vision: VisionConfig, *, keep_kv: bool
+    engine: TorchEngine, folder: Path, vision: VisionConfig, family: str
 ) -> None:
-    """Also where a sample that runs meanwhile keeps what it has computed of the same image."""
-    shown, other = Shown(folder, vision, SHORT, picture("red")), make(seed=3)
-    running = shown.request(1, max_tokens=80, **NO_IMAGE)
-    collector = Collector(engine)
-    engine.submit([running])
-    engine.set_images(running.key, shown.data)
-    await eventually(lambda: collector.made(1) > 3, within_s=60)
-    await engine.load_weights(1, Staged(tiny_models.weights(other)), keep_kv=keep_kv)
-    later = shown.request(2, **NO_IMAGE)
-    engine.submit([later])
-    engine.set_images(later.key, shown.data)
-    before, made = await collector.all_ended([running, later])
-    assert made.logprobs == pytest.approx(shown.logprobs(other, made.tokens, engine), abs=1e-4)
-    n_old = before.versions.count(0)
-    assert 0 < n_old < 80
-    assert before.logprobs[:n_old] == pytest.approx(shown.logprobs(make(), before.tokens, engine)[:n_old], abs=1e-4)
-    of_new = pytest.approx(shown.logprobs(other, before.tokens, engine)[n_old:], abs=1e-4)
-    assert (before.logprobs[n_old:] == of_new) is not keep_kv
+    shown, other = Shown(folder, vision, SHORT, picture("red")), tiny_vision.make(seed=3, family=family)
+    await run(engine, [(shown, shown.request(1))])
+    await engine.load_weights(1, Staged(tiny_models.weights(other)))
+    (made,) = await run(engine, [(shown, shown.request(2, **NO_IMAGE))])
+    assert made.logprobs == pytest.approx(shown.logprobs(other, made.tokens), abs=1e-4)
 
 
-@with_engines
-@pytest.mark.parametrize("keep_kv", [False, True])
-async def test_suspended_sample_continues_with_its_images(
-    engine: Engine, folder: Path, vision: VisionConfig, *, keep_kv: bool
-) -> None:
-    shown = [Shown(folder, vision, SHORT, picture(color)) for color in ("red", "blue")]
-    asked = [one.request(i, max_tokens=60, **NO_IMAGE) for i, one in enumerate(shown)]
-    collector = Collector(engine)
-    engine.submit(asked)
-    assert not engine.stats().can_generate
-    engine.set_images(asked[0].key, shown[0].data)
-    assert engine.stats().can_generate
-    await eventually(lambda: collector.made(0) > 3, within_s=60)
-    await engine.suspend(keep_kv=keep_kv)
-    engine.set_images(asked[1].key, shown[1].data)
-    assert collector.made(0) < 60
-    await engine.resume()
-    for prompt, one in zip(shown, await collector.all_ended(asked), strict=True):
-        assert one.logprobs == pytest.approx(prompt.logprobs(make(), one.tokens, engine), abs=1e-4)
-
-
-@with_engines
 async def test_request_without_its_images_ends_with_the_reason(
-    engine: Engine, folder: Path, vision: VisionConfig
+    engine: TorchEngine, folder: Path, vision: VisionConfig
 ) -> None:
     shown = Shown(folder, vision, SHORT, picture("red"))
     larger = Shown(folder, vision, SHORT, picture("red", size=(24, 24)))
@@ -286,22 +184,6 @@ async def test_request_without_its_images_ends_with_the_reason(
         "its images are not those of its prompt",
         "",
     ]
-
-
-@with_engines
-async def test_vllm_without_its_tower_takes_no_images(folder: Path, vision: VisionConfig) -> None:
-    vllm_engines.require()
-    vllm_engines.end_shared()
-    engine = vllm_engines.build(tiny_vision.config(HEAD_DIM), slots=2, vllm_args={"language_model_only": True})
-    await engine.load_weights(0, Staged(tiny_models.weights(make())))
-    assert "images" not in engine.sampling_options
-    shown = Shown(folder, vision, SHORT, picture("red"))
-    refused, made = await run_texts(engine, [shown.request(1), request(2, prompt=[2, 6, 8, 9])])
-    await engine.close()
-    assert "without language_model_only" in refused.error
-    logits = make()(input_ids=torch.tensor([[2, 6, 8, 9, *made.tokens]])).logits[0, 3:-1]
-    expected = torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(made.tokens)[:, None])[:, 0]
-    assert made.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def policy_of(images: Path, n_ranks: int = 1, **settings: Any) -> TorchPolicy:
@@ -324,30 +206,30 @@ def row_of(shown: Shown, tokens: Sequence[int], folder: Path) -> SequenceRow:
 
 
 def test_training_computes_the_log_probabilities_of_the_model(
-    policy: TorchPolicy, folder: Path, vision: VisionConfig, tmp_path: Path
+    policy: TorchPolicy, folder: Path, vision: VisionConfig, tmp_path: Path, model: Any
 ) -> None:
     """Also where the model has written the token of an image, which shows none."""
-    model, tokens = make(), [11, IMAGE, 12, 1]
+    tokens = [11, IMAGE, 12, 1]
     shown = [
         Shown(folder, vision, SHORT, picture("red")),
         Shown(folder, vision, [*SHORT[:5], *SHORT], picture("green"), picture("white", size=(16, 24))),
     ]
+    shown += [Shown(folder, vision, SHORT, picture("blue", 1, size)) for size in WIDE]
     rows = [row_of(one, tokens, tmp_path) for one in shown]
     rows.append(SequenceRow(pack([2, 6, 8], I32), pack([11, 1], I32)))
     found = [unpack(column, F32).tolist() for column in policy.logprobs([rows])]
     text = torch.log_softmax(model(input_ids=torch.tensor([[2, 6, 8, 11]])).logits[0, 2:], -1)
-    assert found[0][:1] == pytest.approx(shown[0].logprobs(model, tokens[:1]), abs=1e-5)
-    assert found[1][:1] == pytest.approx(shown[1].logprobs(model, tokens[:1]), abs=1e-5)
-    assert found[2] == pytest.approx([text[0, 11].item(), text[1, 1].item()], abs=1e-5)
+    for one, column in zip(shown, found, strict=False):
+        assert column[:1] == pytest.approx(one.logprobs(model, tokens[:1]), abs=1e-5)
+    assert found[-1] == pytest.approx([text[0, 11].item(), text[1, 1].item()], abs=1e-5)
 
 
-@with_engines
 async def test_engine_and_training_have_the_same_log_probabilities(
-    policy: TorchPolicy, engine: Engine, folder: Path, vision: VisionConfig, tmp_path: Path
+    policy: TorchPolicy, engine: TorchEngine, folder: Path, vision: VisionConfig, tmp_path: Path
 ) -> None:
-    shown = [Shown(folder, vision, SHORT, picture(color)) for color in ("red", "blue")]
+    shown = [Shown(folder, vision, SHORT, picture("red", 1, size)) for size in ((16, 16), *WIDE)]
     # IMAGE is likely enough to be drawn by some of these.
-    asked = [(shown[i % 2], shown[i % 2].request(i, max_tokens=20)) for i in range(12)]
+    asked = [(shown[i % 4], shown[i % 4].request(i, max_tokens=20)) for i in range(12)]
     made = await run(engine, asked)
     assert any(IMAGE in one.tokens for one in made)
     rows = [row_of(one, result.tokens, tmp_path) for (one, _), result in zip(asked, made, strict=True)]
@@ -355,17 +237,38 @@ async def test_engine_and_training_have_the_same_log_probabilities(
         assert result.logprobs == pytest.approx(unpack(column, F32).tolist(), abs=1e-4)
 
 
-def test_update_trains_the_tower(policy: TorchPolicy, folder: Path, vision: VisionConfig, tmp_path: Path) -> None:
+def test_update_trains_the_tower(
+    policy: TorchPolicy, folder: Path, vision: VisionConfig, tmp_path: Path, model: Any
+) -> None:
     row = row_of(Shown(folder, vision, SHORT, picture("red")), [11, 1], tmp_path)
     before = {shard.name: bytes(shard.data) for shard in policy.export_shards()}
     (sampled,) = policy.logprobs([[row]])
     policy.accumulate([[TrainingRow.of(replace(row, sampled=sampled), constant(1.0, row))]], PolicyLoss())
     assert policy.step(1e-2) > 0
     after = {shard.name: bytes(shard.data) for shard in policy.export_shards()}
-    assert before.keys() == {name for name, _ in tiny_models.weights(make())}
+    assert before.keys() == {name for name, _ in tiny_models.weights(model)}
     assert all(after[name] != data for name, data in before.items() if "visual" in name and "norm" not in name)
     (later,) = policy.logprobs([[row]])
     assert unpack(later, F32).sum() > unpack(sampled, F32).sum()
+
+
+def test_files_with_older_names_are_read_and_exported_ones_load_in_transformers(
+    policy: TorchPolicy, folder: Path, tmp_path: Path, family: str
+) -> None:
+    in_files = {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+    assert ("visual.patch_embed.proj.weight" in in_files) == (family == "qwen2_5_vl")
+    version = pulled(policy.export_shards("base"), tmp_path, 0)
+    assert read_tensor_shapes(folder) == {shard.name: shard.global_shape for shard in policy.export_shards()}
+    assert {shard.name: bytes(shard.data) for shard in named_shards(folder)} == dict(bits(policy))
+    with closing(Cache(tmp_path / "cache")) as cache:
+        assert ModelFolderSeeder(folder)(version.manifest, cache) == len([*version.manifest.chunks()])
+    exported = LocalRunFolder(tmp_path / "run", folder, KEY).export(policy.export_shards())
+    for model in (folder, exported):
+        loaded, report = AutoModelForImageTextToText.from_pretrained(model, output_loading_info=True)
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
+        own = loaded.state_dict()
+        assert {name: own[name].numpy().tobytes() for name, _ in bits(policy)} == dict(bits(policy))
 
 
 def test_frozen_tower_stays_as_it_is(folder: Path, vision: VisionConfig, tmp_path: Path) -> None:
@@ -411,7 +314,7 @@ def test_step_without_images_is_an_update_of_the_tower_that_a_checkpoint_restore
 
 
 async def test_adapter_has_the_same_log_probabilities_in_trainer_worker_and_peft(
-    folder: Path, vision: VisionConfig, tmp_path: Path
+    folder: Path, vision: VisionConfig, tmp_path: Path, model: Any, family: str
 ) -> None:
     """The worker has it apart from the weights, then merged into them."""
     policy = policy_of(tmp_path, lora=LoraSpec(rank=4))
@@ -424,10 +327,10 @@ async def test_adapter_has_the_same_log_probabilities_in_trainer_worker_and_peft
         policy.step(3e-2)
     run_folder = LocalRunFolder(tmp_path / "run", folder, KEY)
     peft_folder = run_folder.export_adapter(policy.export_shards("adapter"), policy.adapter_json)
-    adapted: Any = PeftModel.from_pretrained(make(), str(peft_folder)).eval()
+    adapted: Any = PeftModel.from_pretrained(tiny_vision.make(family=family), str(peft_folder)).eval()
     names = {name for name, _ in adapted.named_parameters() if ".lora_" in name}
     assert len(names) == 2 * 2 * 7, "all linear layers of the language model, and none of the tower"
-    base = pulled_base(make(), tmp_path)
+    base = pulled_base(model, tmp_path)
     staged = AdaptedVersion(
         pulled(policy.export_shards("adapter"), tmp_path, 1, base=base, adapter_json=policy.adapter_json), base
     )
@@ -450,7 +353,7 @@ async def test_adapter_has_the_same_log_probabilities_in_trainer_worker_and_peft
             if request_.job_id:
                 assert result.logprobs == pytest.approx(column, abs=1e-4)
             else:
-                assert result.logprobs == pytest.approx(prompt.logprobs(make(), result.tokens), abs=1e-4)
+                assert result.logprobs == pytest.approx(prompt.logprobs(model, result.tokens), abs=1e-4)
                 assert result.logprobs != pytest.approx(column, abs=0.1)
     await engine.close()
 

@@ -25,13 +25,16 @@ DIGITS = "0123"
 _STEPS, _BATCH, _LR = 120, 8, 5e-3
 
 
-def write_calling_model(directory: Path, call: str = CALL, prompts: Sequence[str] = ("3+4?", "1+2?")) -> Path:
+def write_calling_model(
+    directory: Path, call: str = CALL, prompts: Sequence[str] = ("3+4?", "1+2?"), tool: dict[str, Any] = ADD
+) -> Path:
     """Write the model with its tokenizer; return the folder.
 
     Args:
         directory: a new folder.
         call: a tool call as `tests.support.tool_model.TEMPLATE` writes it, which becomes a token.
         prompts: that it has seen.
+        tool: that it has seen.
 
     """
     tokenizer = byte_tokenizer(TEMPLATE)
@@ -54,12 +57,14 @@ def write_calling_model(directory: Path, call: str = CALL, prompts: Sequence[str
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(config)
-        _teach_form(model, tokenizer, [call, *DIGITS], prompts)
+        _teach_form(model, tokenizer, [call, *DIGITS], prompts, tool)
     model.save_pretrained(directory)
     return directory
 
 
-def _teach_form(model: Any, tokenizer: Any, answers: Sequence[str], prompts: Sequence[str]) -> None:
+def _teach_form(
+    model: Any, tokenizer: Any, answers: Sequence[str], prompts: Sequence[str], tool: dict[str, Any]
+) -> None:
     """Train the model to answer any chat with a random one of the answers, and to end the turn after it."""
     draw = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
@@ -74,7 +79,7 @@ def _teach_form(model: Any, tokenizer: Any, answers: Sequence[str], prompts: Seq
                 messages.append({"role": "assistant", "content": draw.choice(answers)})
                 messages.append({"role": "tool", "content": draw.choice(DIGITS)})
             text = tokenizer.apply_chat_template(
-                messages, tools=draw.choice(([ADD], None)), tokenize=False, add_generation_prompt=True
+                messages, tools=draw.choice(([tool], None)), tokenize=False, add_generation_prompt=True
             )
             ids = tokenizer.encode(text, add_special_tokens=False)
             answer = tokenizer.encode(draw.choice(answers), add_special_tokens=False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from rlboost.shared.errors import ConfigError, UnsuitableWeights
+from rlboost.shared.model.folder import tensor_names
 from rlboost.shared.weights.access import IssuedAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.cached_version import cached_version
@@ -48,7 +49,7 @@ class ModelFolderSeeder:
             with ExitStack() as stack:
                 tensors = _open(self._folder, stack)
                 n_chunks = sum(_seed_part(part, tensors, cache) for part in manifest.parts)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, ConfigError) as error:
             log.warning("cache_seeding_failed", folder=str(self._folder), job=manifest.job_id, error=str(error))
             return 0
         log.info("cache_seeded", folder=str(self._folder), job=manifest.job_id, chunks=n_chunks)
@@ -56,7 +57,7 @@ class ModelFolderSeeder:
 
 
 def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Return a lazy slice of every tensor in the folder, by name.
+    """Return a lazy slice of every tensor in the folder, by its name in transformers' model.
 
     Raises:
         FileNotFoundError: the folder has no such file.
@@ -68,8 +69,8 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise FileNotFoundError("no *.safetensors file: set RLBOOST_WORKER_BASE_MODEL to the folder of a model")
-    files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
-    return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
+    files, name_of = [stack.enter_context(safe_open(path, framework="pt")) for path in paths], tensor_names(folder)
+    return {name_of(name): file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
 
 
 def _seed_part(part: Part, tensors: dict[str, Any], cache: Cache) -> int:

@@ -264,7 +264,7 @@ class _Reader:
                 raise ConfigError(f"{location}: a column named {name!r} hides a reward function argument: rename it")
         with _naming(location):
             shown = self._images.take(row.values, key, row.source)
-            prompt = prompt_of(shown.values, key)
+            prompt = prompt_of(shown.values, key, self._spec.system_prompt)
             self._check_is_rendered(is_text=isinstance(prompt.given, str))
             ids = self._images.expanded(self._tokens.prompt(*prompt), shown.grids)
         if _is_longer(ids, self._spec.max_prompt_tokens):

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from rlboost.services.trainer.children.child import Pipe
-from rlboost.shared.job.agent import load_agent
+from rlboost.shared.job.agent import check_time, load_agent
 from rlboost.shared.user_code import InvalidUserFunction, describe_import_error
 
 _ROWS_PER_MESSAGE = 256
@@ -25,6 +25,7 @@ def main() -> int:
     spec, split = json.loads(sys.argv[1]), sys.argv[2]
     try:
         agent = load_agent(spec["function"], spec["arguments"])
+        check_time(agent, spec["timeout_s"])
         rows = iter(_rows(agent, split))
         while block := list(islice(rows, _ROWS_PER_MESSAGE)):
             pipe.write({"rows": block})

@@ -81,7 +81,7 @@ def main() -> int:
     make: Callable[[], Any]
     try:
         if kind == "agent":
-            make = agent_factory(function, spec["arguments"])
+            make = agent_factory(function, spec["arguments"], spec["timeout_s"])
         else:
             make = environment_factory(function, spec["arguments"], CallStyle(**spec["call_style"]))
     except BaseException as error:  # noqa: BLE001 - importing runs the user's code, which may raise or exit

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from rlboost.jobs.check import check_job
 from rlboost.services.trainer.adapters.data import load_data
 from rlboost.services.trainer.ports.samples import Data
-from rlboost.shared.data.vision import MARK
+from rlboost.shared.data.vision import FAMILIES, MARK
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.images import require_supported
 from rlboost.shared.job.spec import parse
@@ -22,18 +23,24 @@ from rlboost.shared.weights.manifest import digest_of
 from rlboost.shared.wire import ints
 from tests.support import tiny_vision
 from tests.support.model_folder import with_chat_template, write_model, write_tokenizer
-from tests.support.tiny_vision import IMAGE, PROCESSOR, picture, png
+from tests.support.tiny_vision import IMAGE, picture, png
 
 pa = pytest.importorskip("pyarrow")
 SHOWN = [2, 6, 3, IMAGE, IMAGE, IMAGE, IMAGE, 4, 8, 1, 2, 7]
 """A prompt with one picture of four tokens."""
 
 
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path: Path, family: str) -> Path:
     (tmp_path / "a.png").write_bytes(png(picture("red")))
     (tmp_path / "b.png").write_bytes(png(picture("blue", size=(24, 16))))
-    return tiny_vision.write(tmp_path / "model")
+    return tiny_vision.write(tmp_path / "model", family=family)
 
 
 def asks(*parts: object) -> list[dict[str, Any]]:
@@ -167,7 +174,8 @@ def test_row_is_refused_with_what_to_do(model: Path, name: str) -> None:
 
 
 def test_image_that_no_chunk_holds_is_refused(model: Path) -> None:
-    (model / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, "size": {"longest_edge": 1 << 24}}))
+    file = model / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_pixels": 1 << 24}))
     side = int((MAX_IMAGE_BYTES / 3) ** 0.5) + 8
     Image.new("RGB", (side, side)).save(model.parent / "huge.png")
     with pytest.raises(ConfigError, match=r"set data\.max_image_pixels"):
@@ -177,22 +185,39 @@ def test_image_that_no_chunk_holds_is_refused(model: Path) -> None:
 def test_processor_that_prepares_images_otherwise_is_refused(model: Path) -> None:
     row = {"prompt": asks({"type": "image"}), "images": ["a.png"]}
     file = model / "preprocessor_config.json"
-    file.write_text(json.dumps({**PROCESSOR, "image_mean": [0.48, 0.46, 0.41]}))
+    own = json.loads(file.read_text())
+    file.write_text(json.dumps({**own, "image_mean": [0.48, 0.46, 0.41]}))
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json has image_mean \[0.48, 0.46, 0.41\]"):
         load(model, row)
     file.unlink()
     with pytest.raises(ConfigError, match="which images need"):
         load(model, row)
-    file.write_text(json.dumps(PROCESSOR))
+    file.write_text(json.dumps(own))
     with pytest.raises(ConfigError, match=r"data\.max_image_pixels: the model's images have 256 pixels or more"):
         load(model, row, data={"max_image_pixels": 100})
+
+
+def test_limits_of_pixels_are_those_of_transformers(model: Path) -> None:
+    row = {"prompt": asks({"type": "image"}), "images": ["a.png"]}
+    file = model / "preprocessor_config.json"
+    own = {name: value for name, value in json.loads(file.read_text()).items() if "pixels" not in name}
+    given: dict[str, dict[str, Any]] = {
+        "in older files": {"min_pixels": 1024, "max_pixels": 4096, "size": {"shortest_edge": 256, "longest_edge": 512}},
+        "in none": {"size": None},
+        "in newer ones": {"size": {"shortest_edge": 1024, "longest_edge": 4096}},
+    }
+    for what, size in given.items():
+        file.write_text(json.dumps({**own, **size}))
+        expected = Qwen2VLImageProcessorPil.from_pretrained(model)(images=[picture("red")], return_tensors="np")
+        n_tokens = int(expected["image_grid_thw"].prod()) // 4
+        assert ints(load(model, row).train[0].tokens).count(IMAGE) == n_tokens, what
 
 
 def test_text_model_refuses_images(tmp_path: Path) -> None:
     turns = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     model = with_chat_template(write_tokenizer(write_model(tmp_path / "text")), turns)
     (tmp_path / "a.png").write_bytes(png(picture("red")))
-    with pytest.raises(ConfigError, match="models of qwen3_vl see images"):
+    with pytest.raises(ConfigError, match="models of qwen2_5_vl, qwen3_vl see images"):
         load(model, {"prompt": [{"role": "user", "content": "t5"}], "image": "a.png"})
     with pytest.raises(ConfigError, match="of type 'image'"):
         load(model, {"prompt": asks({"type": "image", "image": "a.png"})})
@@ -203,7 +228,7 @@ def problems(model: Path, row: object, **more: Any) -> list[str]:
     return check_job(job(model.parent, **more)).problems
 
 
-def test_config_check_reads_images_and_names_what_does_not_see_them(model: Path) -> None:
+def test_config_check_reads_images_and_names_what_does_not_see_them(model: Path, family: str) -> None:
     row = {"prompt": asks({"type": "image"}, "which"), "images": ["a.png"]}
     assert problems(model, row) == []
     assert problems(model, row, trainer={"data_parallel": 2, "freeze_vision_tower": True}) == []
@@ -220,10 +245,11 @@ def test_config_check_reads_images_and_names_what_does_not_see_them(model: Path)
     for key, more in refused.items():
         found = "\n".join(problems(model, row, **more))
         assert key in found, found
-        assert "not supported with models that see images (qwen3_vl)" in found
+        assert f"not supported with models that see images ({family})" in found
 
 
 def test_only_models_that_see_images_have_a_tower_to_freeze(model: Path) -> None:
     spec = parse(job(model.parent, trainer={"freeze_vision_tower": True}))
-    with pytest.raises(ConfigError, match=r"trainer\.freeze_vision_tower: qwen3 is not a model whose images"):
-        require_supported(spec, {"model_type": "qwen3"})
+    for family in ("qwen3", "qwen2_vl"):
+        with pytest.raises(ConfigError, match=rf"trainer\.freeze_vision_tower: {family} is not a model whose images"):
+            require_supported(spec, {"model_type": family})

@@ -162,8 +162,9 @@ def test_white_space_next_to_a_special_token_is_tokenized_as_by_transformers(sid
         assert turn == whole[: len(turn)]
         assert [*turn, *tokens.observation(question, turn[-1], CHAT[2:])] == whole
     end = tokenizer.eos_token_id
-    text = tokens.text_observation(end, "\nmore")
-    assert [end, *text] == tokenizer("<|end|>\nmore", add_special_tokens=False)["input_ids"]
+    assert [end, *tokens.text_observation(end, "\nmore")] == tokenizer("<|end|>\nmore", add_special_tokens=False)[
+        "input_ids"
+    ]
 
 
 @pytest.mark.parametrize(

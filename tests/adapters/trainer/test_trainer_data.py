@@ -53,6 +53,34 @@ def test_chat_messages_go_through_the_chat_template(model: Path) -> None:
     assert prompt.given == messages
 
 
+@pytest.mark.parametrize(("system", "begins"), [("t9 t10", [{"role": "system", "content": "t9 t10"}]), ("", [])])
+def test_system_prompt_of_the_job_makes_text_a_chat(model: Path, system: str, begins: list[Any]) -> None:
+    with_chat_template(model, CHAT_TEMPLATE)
+    asked = [{"role": "user", "content": "t5 t6"}]
+    rows: list[Any] = [{"prompt": "t5 t6"}, {"prompt": asked}]
+    data = {"system_prompt": system, "eval": str(model.parent / "train.jsonl")}
+    loaded = load(model, rows, data=data, eval={"every": 1})
+    [rendered] = load(model, [{"prompt": [*begins, *asked]}]).train
+    for prompt in (*loaded.train, *loaded.evaluation):
+        assert (prompt.given, prompt.tokens) == ([*begins, *asked], rendered.tokens)
+    assert load(model, [{"prompt": "t5 t6", "chat_template_kwargs": {}}], data=data).train[0].tokens == rendered.tokens
+    own = [{"prompt": [{"role": "system", "content": "t7"}, *asked]}]
+    with pytest.raises(ConfigError, match=r"line 1: the prompt has a system message of its own"):
+        load(model, own, data=data)
+    raising = "{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    with_chat_template(model, f"{{% for m in messages %}}{raising}t3 {{{{ m.content }}}} {{% endfor %}}t4")
+    if begins:
+        with pytest.raises(ConfigError, match=r"line 1: the chat template cannot render .*no system role"):
+            load(model, rows, data=data)
+    else:
+        assert ints(load(model, rows, data=data).train[0].tokens) == [3, 5, 6, 4]
+
+
+def test_system_prompt_is_for_jobs_that_generate(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.system_prompt"):
+        load(model, [], kind="sft", data={"system_prompt": "t9"}, reward=None, sampling=None)
+
+
 KWARGS_TEMPLATE = CHAT_TEMPLATE.replace("t90", "{% if thinks %}t80{% else %}t{{ level }}{% endif %}")
 
 
@@ -132,7 +160,7 @@ def test_evaluation_prompts_are_read_where_the_job_evaluates(model: Path) -> Non
         ([], {}, r"train\.jsonl has no prompts"),
         ([{"prompt": "t5"}], {"data": {"train": "nowhere.jsonl"}}, r"nowhere\.jsonl: No such file"),
         ([{"prompt": "t5"}], {"data": {"train": "no/such/folder"}}, r"no/such/folder: no such file or folder"),
-        ([{"prompt": "t5"}], {"data": {"train": "data.csv"}}, r"data\.csv: only \.jsonl"),
+        ([{"prompt": "t5"}], {"data": {"train": "data.txt"}}, r"data\.txt: only \.jsonl"),
     ],
 )
 def test_invalid_row_error_names_the_line(model: Path, lines: list[Any], changes: Any, text: str) -> None:

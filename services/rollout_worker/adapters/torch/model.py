@@ -113,7 +113,9 @@ def _shallow(config: Any) -> Any:
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:2]
     if config.model_type in FAMILIES:
-        config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 1, []
+        config.vision_config.depth = 1
+        if hasattr(config.vision_config, "deepstack_visual_indexes"):
+            config.vision_config.deepstack_visual_indexes = []
     return config
 
 
@@ -181,15 +183,12 @@ def prefill(model: Model, inputs: PassInputs, cache: SlotCache) -> None:
 
 def _visual_hidden(model: Model, inputs: PassInputs, cache: SlotCache) -> torch.Tensor:
     """Return the last hidden states [batch, length, hidden] of a pass with tokens of images."""
-    assert inputs.visual is not None
-    hidden: torch.Tensor = model.base_model.language_model(
-        inputs_embeds=inputs.visual.embeddings,
-        position_ids=inputs.positions,
-        visual_pos_masks=inputs.visual.is_visual,
-        deepstack_visual_embeds=inputs.visual.deepstack,
-        use_cache=False,
-        slot_cache=cache,
-    ).last_hidden_state
+    visual = inputs.visual
+    assert visual is not None
+    given: dict[str, Any] = {"position_ids": inputs.positions, "use_cache": False, "slot_cache": cache}
+    if visual.deepstack:
+        given |= {"visual_pos_masks": visual.is_visual, "deepstack_visual_embeds": visual.deepstack}
+    hidden: torch.Tensor = model.base_model.language_model(inputs_embeds=visual.embeddings, **given).last_hidden_state
     return hidden
 
 

@@ -34,7 +34,8 @@ class Visual(NamedTuple):
     is_visual: torch.Tensor
     """bool [batch, tokens]: the tokens of images."""
     deepstack: list[torch.Tensor]
-    """What is added to these tokens after each of the first layers, [tokens of images, hidden] each."""
+    """What is added to these tokens after each of the first layers, [tokens of images, hidden] each; empty in families
+    whose towers have none."""
 
 
 class PassInputs(NamedTuple):
@@ -167,7 +168,7 @@ class Vision:
         found = self._model.base_model.get_image_features(
             torch.from_numpy(values).to(device), torch.tensor([[1, *grid]], device=device), return_dict=True
         )
-        return [found.pooler_output[0], *(one[0] for one in found.deepstack_features)]
+        return [found.pooler_output[0], *(one[0] for one in getattr(found, "deepstack_features", ()))]
 
 
 def _rotary(prepared: PreparedImages, at: Ints) -> Ints:

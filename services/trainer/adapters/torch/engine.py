@@ -51,6 +51,7 @@ from rlboost.services.trainer.adapters.torch.trainable import (
 from rlboost.services.trainer.ports.engine import MAX_TRACE_BYTES, Loaded, PolicySettings, Snapshot
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
+from rlboost.shared.model.folder import tensor_names
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import Shard, chunks_among, digest_of
@@ -203,11 +204,11 @@ class RankEngine(ABC):
             frozen.append((self._reference, teacher_files if teacher else files))
         try:
             with ExitStack() as stack:
-                reader = stack.enter_context(SliceReader(map(Path, files))) if self._reads_files else None
+                reader = stack.enter_context(_reader_of(files)) if self._reads_files else None
                 for trainable in self._trained.values():
                     fill(trainable, reader, trainable.initial)
             for one, its_files in frozen if self._reads_files else ():
-                with SliceReader(map(Path, its_files)) as its_reader:
+                with _reader_of(its_files) as its_reader:
                     fill_frozen(one.model, its_reader)
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"the model cannot be loaded: {error}") from error
@@ -420,6 +421,12 @@ class RankEngine(ABC):
         self._zero_gradients()
         self._n_steps = load_checkpoint(Path(directory), self._trained)
         self.offload()
+
+
+def _reader_of(files: Sequence[str]) -> SliceReader:
+    """Return a reader of the files of a Hugging Face directory, by the names of transformers' model."""
+    paths = [*map(Path, files)]
+    return SliceReader(paths, tensor_names(paths[0].parent))
 
 
 def _require_gpu(local_rank: int) -> None:

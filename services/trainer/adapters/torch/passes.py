@@ -257,14 +257,13 @@ class LogprobPass:
         seen, *deepstack = (
             # With none, of the first, so that the backward pass reaches the tower.
             torch.cat([of_images[n] for n in shown] or [of_images[0][:0]])
-            for of_images in (images.pooler_output, *images.deepstack_features)
+            for of_images in (images.pooler_output, *getattr(images, "deepstack_features", ()))
         )
         embeddings = body.get_input_embeddings()(input_ids)
+        if deepstack:
+            given |= {"visual_pos_masks": visual_pos_masks, "deepstack_visual_embeds": deepstack}
         return body.language_model(
-            inputs_embeds=embeddings.masked_scatter(visual_pos_masks[..., None], seen.to(embeddings.dtype)),
-            visual_pos_masks=visual_pos_masks,
-            deepstack_visual_embeds=deepstack,
-            **given,
+            inputs_embeds=embeddings.masked_scatter(visual_pos_masks[..., None], seen.to(embeddings.dtype)), **given
         )
 
     def _of_hidden(self, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -129,8 +129,12 @@ def write_slices(file: Path, values: Mapping[TensorSlice, Tensor]) -> None:
 class SliceReader:
     """Reads slices of the tensors in several files. Close it, or use it in a `with`."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
+    def __init__(self, files: Iterable[Path], name_of: Callable[[str], str] = str) -> None:
         """Open the files.
+
+        Args:
+            files: their paths.
+            name_of: a name in a file -> the name by which the tensor is read.
 
         Raises:
             OSError, SafetensorError, ValueError: a file is missing or is not a safetensors file.
@@ -144,10 +148,10 @@ class SliceReader:
             for file in files:
                 opened: Any = stack.enter_context(safe_open(file, framework="pt"))
                 positions = json.loads((opened.metadata() or {}).get(_SLICES, "{}"))
-                for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    data = opened.get_slice(name)
+                for given in opened.keys():  # noqa: SIM118 - not a mapping
+                    name, data = name_of(given), opened.get_slice(given)
                     local = tuple(data.get_shape())
-                    shape, offset = positions.get(name, (local, (0,) * len(local)))
+                    shape, offset = positions.get(given, (local, (0,) * len(local)))
                     stored = TensorSlice(name, tuple(shape), tuple(offset), local)
                     self.shapes[name] = stored.global_shape
                     self._stored.setdefault(name, []).append((data, stored))
