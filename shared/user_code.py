@@ -129,7 +129,6 @@ def _is_library(frame: FrameType) -> bool:
 # started, and of `PYTHONPATH`. The standard library, the rest of rlboost and installed packages contain functions that
 # run programs and write files. Operators allow an installed package in the setting `RLBOOST_TRAINER_USER_MODULES`.
 
-
 Kind = Literal["reward function", "environment", "agent", "loss function", "curriculum function"]
 """What a job file names a function for."""
 
