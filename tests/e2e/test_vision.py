@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlboost.shared.data.vision import FAMILIES
-from tests.support import tiny_vision
+from tests.support import tiny_vision, vllm_engines
 from tests.support.black_box import black_box
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -34,10 +34,10 @@ def write_rows(folder: Path, name: str, per_color: int, first_seed: int) -> str:
     return str(file)
 
 
-def job(folder: Path, family: str) -> dict[str, Any]:
+def job(folder: Path, family: str, head_dim: int = 16) -> dict[str, Any]:
     return {
         "name": "colors",
-        "model": str(tiny_vision.write(folder / "model", steepness=0.5, family=family)),
+        "model": str(tiny_vision.write(folder / "model", steepness=0.5, family=family, head_dim=head_dim)),
         "data": {
             "train": write_rows(folder, "train", 16, 0),
             "eval": write_rows(folder, "eval", 8, 1000),
@@ -70,3 +70,24 @@ def test_tiny_model_learns_to_name_a_color_while_a_worker_is_killed(tmp_path: Pa
     rewards = [row["eval/reward_mean"] for row in rows if "eval/reward_mean" in row]
     assert rewards[0] < 0.3
     assert rewards[-1] > 0.5, (rewards, [row.get("reward/mean") for row in rows], events[-3:])
+
+
+def test_images_are_trained_on_with_vllm_while_a_worker_is_killed(tmp_path: Path) -> None:
+    vllm_engines.require_installed()
+    steps = 4
+    with black_box(tmp_path / "state", workers=2, engine="vllm") as box, closing(box.http):
+        spec = {**job(tmp_path / "state", "qwen3_vl", head_dim=32), "steps": steps}
+        del spec["eval"], spec["data"]["eval"]
+        job_id = box.submit(spec)
+        box.until_step(job_id, 1)
+        assert box.until_busy(job_id)
+        box.kill("preemptible")
+        box.until_completed(job_id, within_s=600)
+        rows = box.get(f"/v1/jobs/{job_id}/metrics")
+        audit = box.get(f"/v1/jobs/{job_id}/audit")
+    assert audit["requested"] == audit["delivered"] == steps * 8 * 8
+    assert not audit["dropped"]
+    assert audit["preemptions"]["without_notice"] == 1
+    differences = [row["off_policy/abs_log_ratio"] for row in rows if "off_policy/abs_log_ratio" in row]
+    assert len(differences) == steps
+    assert max(differences) < 1e-4, "engine and training compute the same of images"

@@ -43,7 +43,6 @@ from rlboost.shared.job.training import LoraSpec, OptimizerSpec  # noqa: E402
 from rlboost.shared.model.folder import read_config, read_tensor_shapes  # noqa: E402
 from rlboost.shared.weights.cache import Cache  # noqa: E402
 from rlboost.shared.weights.cached_version import AdaptedVersion, CachedVersion  # noqa: E402
-from rlboost.shared.weights.manifest import digest_of  # noqa: E402
 from rlboost.shared.weights.torch_tensors import named_shards  # noqa: E402
 from rlboost.shared.wire import F32, I32, pack, unpack  # noqa: E402
 from tests.support import tiny_models, tiny_vision  # noqa: E402
@@ -53,7 +52,7 @@ from tests.support.policy_comparison import assert_trained_equally, bits, values
 from tests.support.recorded_run import KEY  # noqa: E402
 from tests.support.staged_versions import pulled  # noqa: E402
 from tests.support.staged_weights import Staged  # noqa: E402
-from tests.support.tiny_vision import IMAGE, picture  # noqa: E402
+from tests.support.tiny_vision import IMAGE, Shown, picture  # noqa: E402
 
 SHORT = [2, 6, 3, IMAGE, 4, 8, 9, 1, 2, 7]
 """A prompt with one image."""
@@ -92,37 +91,6 @@ async def engine(folder: Path, model: Any) -> AsyncIterator[TorchEngine]:
     await engine.load_weights(0, Staged(tiny_models.weights(model)))
     yield engine
     await engine.close()
-
-
-class Shown:
-    """A prompt with images, as a trainer requests it."""
-
-    def __init__(self, folder: Path, vision: VisionConfig, ids: Sequence[int], *given: Any) -> None:
-        reader = ImageReader.of(folder, vision)
-        self.vision = vision
-        self.data = [reader.read(one, None) for one in given]
-        self.images = tuple((digest_of(one), len(one)) for one in self.data)
-        self.ids = expanded(ids, [reader.grid(one) for one in self.data], vision)
-
-    def request(self, sample: int, **options: Any) -> Request:
-        return request(sample, prompt=self.ids, images=self.images, **options)
-
-    def logprobs(self, model: Any, tokens: Sequence[int]) -> list[float]:
-        """Return what transformers' own forward pass says of a completion, which it takes without `IMAGE` only."""
-        pictures = [patches(decode(one, self.vision), self.vision) for one in self.data]
-        ids = torch.tensor([[*self.ids, *tokens]])
-        kinds = (ids == IMAGE).int()
-        kinds[:, len(self.ids) :] = 0
-        logits = model(
-            input_ids=ids,
-            pixel_values=torch.from_numpy(np.concatenate([values for values, _ in pictures])),
-            image_grid_thw=torch.tensor([(1, *grid) for _, grid in pictures]),
-            mm_token_type_ids=kinds,
-            use_cache=False,
-        ).logits[0, len(self.ids) - 1 : -1]
-        scores = torch.log_softmax(logits.float(), -1)
-        found: list[float] = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-        return found
 
 
 async def run(engine: TorchEngine, asked: Sequence[tuple[Shown, Request]]) -> list[Collected]:

@@ -28,9 +28,9 @@ pytestmark = [
         ({}, {"device": "cuda"}, "installed vllm runs on cpu"),
         ({}, {"kv_cache_bytes": 1024}, "vllm cannot run this model"),
         (
-            {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"]},
+            {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": 1},
             {},
-            "qwen3_vl needs torch workers: vllm cannot run this model",
+            "vllm cannot run this model",
         ),
     ],
 )
@@ -64,6 +64,18 @@ def test_model_folder_is_stable_for_vllms_compilation_cache(cache: Path) -> None
     read = json.loads(file.read_text())
     assert read == {"model_type": "qwen3", "hidden_size": 8, "architectures": ["Qwen3ForCausalLM"]}
     assert file.stat().st_mode & 0o777 == 0o644, "a worker of another user reads it, too"
+
+
+def test_family_that_vllm_workers_do_not_show_images_to_is_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlboost.services.rollout_worker.adapters.vllm import arguments, plugin  # noqa: PLC0415 - it imports vllm
+
+    folder = arguments.model_folder({"model_type": "qwen3_vl"})
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["RLBoostQwen3VL"]
+    monkeypatch.setattr(plugin, "VISION_MODELS", {"other_vl": "Other"})
+    with pytest.raises(UnsuitableWeights, match="vllm workers support other_vl and not qwen3_vl: use torch workers"):
+        arguments.model_folder({"model_type": "qwen3_vl"})
 
 
 def test_unwritable_vllm_cache_names_its_setting(cache: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ from transformers import (
     Qwen3VLConfig,
 )
 
-from rlboost.shared.data.vision import FAMILIES
+from rlboost.services.rollout_worker.domain.requests import Request
+from rlboost.shared.data.images import ImageReader
+from rlboost.shared.data.vision import FAMILIES, VisionConfig, decode, expanded, patches
+from rlboost.shared.weights.manifest import digest_of
+from tests.support.engines import request
 
 SPECIAL = ("<pad>", "<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 COLORS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220), "white": (235, 235, 235)}
@@ -41,8 +46,11 @@ PROCESSOR = {
 }
 
 
-def config(family: str = "qwen3_vl") -> Any:
-    """Return the configuration of a model whose tower adds features of two layers, or attends in windows."""
+def config(family: str = "qwen3_vl", head_dim: int = 16) -> Any:
+    """Return the configuration of a model whose tower adds features of two layers, or attends in windows.
+
+    On a CPU vLLM needs a `head_dim` of 32, which only `qwen3_vl` can have.
+    """
     older = family == "qwen2_5_vl"
     text: dict[str, Any] = {
         "vocab_size": len(WORDS),
@@ -56,11 +64,13 @@ def config(family: str = "qwen3_vl") -> Any:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    rope = {"rope_theta": 5e6, "rope_type": "default"}
+    rope: dict[str, Any] = {"rope_theta": 5e6, "rope_type": "default"}
     if older:
         text["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
     else:
-        text |= {"head_dim": 16, "rope_parameters": {**rope, "mrope_section": [4, 2, 2], "mrope_interleaved": True}}
+        sections = [head_dim // 4, head_dim // 8, head_dim // 8]
+        rope |= {"mrope_section": sections, "mrope_interleaved": True}
+        text |= {"head_dim": head_dim, "rope_parameters": rope}
     tower: dict[str, Any] = {
         "depth": 2,
         "hidden_size": 32,
@@ -80,20 +90,22 @@ def config(family: str = "qwen3_vl") -> Any:
     return kind(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
 
 
-def make(seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl") -> Any:
+def make(seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl", head_dim: int = 16) -> Any:
     """Return a float32 model whose distributions are neither flat nor peaked."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = AutoModelForImageTextToText.from_config(config(family), attn_implementation="sdpa").eval()
+        model: Any = AutoModelForImageTextToText.from_config(
+            config(family, head_dim), attn_implementation="sdpa"
+        ).eval()
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=steepness * parameter[0].numel() ** -0.5)
     return model.requires_grad_(requires_grad=False)
 
 
-def write(directory: Path, seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl") -> Path:
+def write(directory: Path, seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl", head_dim: int = 16) -> Path:
     """Write a model with its processor's files, as those of its family are published, and return the directory."""
-    make(seed, steepness, family).save_pretrained(directory)
+    make(seed, steepness, family, head_dim).save_pretrained(directory)
     processor: dict[str, Any] = {**PROCESSOR, "image_mean": FAMILIES[family].mean, "image_std": FAMILIES[family].std}
     if family == "qwen2_5_vl":
         described = json.loads((directory / "config.json").read_text())
@@ -138,3 +150,39 @@ def png(image: Image.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
+
+
+class Shown:
+    """A prompt with images, as a trainer requests it."""
+
+    def __init__(self, folder: Path, vision: VisionConfig, ids: Sequence[int], *given: Any) -> None:
+        reader = ImageReader.of(folder, vision)
+        self.vision = vision
+        self.data = [reader.read(one, None) for one in given]
+        self.images = tuple((digest_of(one), len(one)) for one in self.data)
+        self.ids = expanded(ids, [reader.grid(one) for one in self.data], vision)
+
+    def request(self, sample: int, **options: Any) -> Request:
+        return request(sample, prompt=self.ids, images=self.images, **options)
+
+    def logprobs(self, model: Any, tokens: Sequence[int], *, among_others: bool = False) -> list[float]:
+        """Return what transformers' own forward pass says of a completion, which it takes without `IMAGE` only.
+
+        With `among_others` as if that could not be drawn.
+        """
+        pictures = [patches(decode(one, self.vision), self.vision) for one in self.data]
+        ids = torch.tensor([[*self.ids, *tokens]])
+        kinds = (ids == IMAGE).int()
+        kinds[:, len(self.ids) :] = 0
+        logits = model(
+            input_ids=ids,
+            pixel_values=torch.from_numpy(np.concatenate([values for values, _ in pictures])),
+            image_grid_thw=torch.tensor([(1, *grid) for _, grid in pictures]),
+            mm_token_type_ids=kinds,
+            use_cache=False,
+        ).logits[0, len(self.ids) - 1 : -1]
+        if among_others:
+            logits[:, IMAGE] = -torch.inf
+        scores = torch.log_softmax(logits.float(), -1)
+        found: list[float] = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        return found

@@ -261,6 +261,9 @@ class LiveRequest:
     """Of these tokens: see `Emission`."""
     is_started: bool = False
     """True once the engine has been given the request."""
+    images: object = None
+    """Those of its prompt, as the engine has prepared them; a text says why there are none. It does not start before it
+    has those that it names."""
 
 
 class StreamedRequests:
@@ -310,14 +313,29 @@ class StreamedRequests:
 
     def start(self) -> list[LiveRequest]:
         """Return all requests to generate, in order of submission; end those with nothing to generate."""
-        for live in [live for live in self._live.values() if not live.is_started]:
+        for live in [live for live in self._live.values() if not live.is_started and not self._awaits_images(live)]:
             live.is_started = True
             error = validation_error(live.request, self._max_len, self.vocabulary, self._shape, self._options)
             if not error and live.request.sampling.whole_logprobs:
                 error = self._logprobs_error(live.request.sampling)
+            if not error and isinstance(live.images, str):
+                error = live.images
             if error or (finish := finish_at_start(live.request)):
                 self._end(live, finish=FINISH_NONE if error else finish, error=error)
-        return list(self._live.values())
+        return [live for live in self._live.values() if live.is_started]
+
+    def awaiting_images(self, key: RequestKey) -> LiveRequest | None:
+        """Return a request that waits for its images; None if it has ended, or waits for none."""
+        live = self._live.get(key)
+        return live if live is not None and self._awaits_images(live) else None
+
+    def _awaits_images(self, live: LiveRequest) -> bool:
+        return live.images is None and bool(live.request.sampling.images) and "images" in self._options
+
+    @property
+    def can_generate(self) -> bool:
+        """False while each request waits for its images."""
+        return not all(map(self._awaits_images, self._live.values()))
 
     def extend(
         self, live: LiveRequest, tokens: Sequence[int], logprobs: Sequence[float], top_logprobs: bytes = b""

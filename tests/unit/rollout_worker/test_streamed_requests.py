@@ -112,6 +112,31 @@ def test_invalid_and_finished_requests_end_at_the_start(table: StreamedRequests)
     assert finished.finish == FINISH_STOP
 
 
+def test_request_waits_for_its_images_and_no_other_one_does() -> None:
+    table = StreamedRequests(8, 20, 96, options={"images"})
+    shown = [request(i, images=(("digest", 3),)) for i in (1, 2)]
+    table.submit(shown)
+    assert [table.can_generate, table.start()] == [False, []]
+    table.submit([request(3)])
+    assert table.can_generate
+    assert [live.request.sample for live in table.start()] == [3]
+    for one, images in zip(shown, (["pixels"], "no such chunk"), strict=True):
+        waiting = table.awaiting_images(one.key)
+        assert waiting is not None
+        waiting.images = images
+        assert table.awaiting_images(one.key) is None
+    assert table.awaiting_images((3, 1)) is table.awaiting_images((4, 1)) is None
+    assert [live.request.sample for live in table.start()] == [1, 3]
+    assert [emission.error for emission in table.take_emissions()] == ["no such chunk"]
+
+
+def test_engine_without_images_refuses_them_at_once(table: StreamedRequests) -> None:
+    table.submit([request(1, images=(("digest", 3),))])
+    assert table.start() == []
+    (emission,) = table.take_emissions()
+    assert "need a model that sees them" in emission.error
+
+
 def test_stream_seed_differs_by_seed_and_offset_and_fits_63_bits() -> None:
     seeds = {stream_seed(seed, offset) for seed in (-(2**63), -1, 0, 1, 2**63) for offset in range(50)}
     assert len(seeds) == 4 * 50  # modulo 2^64, -2^63 and 2^63 are one seed

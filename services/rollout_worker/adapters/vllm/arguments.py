@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, argument_error
 from rlboost.services.rollout_worker.ports import StagedAdapter
+from rlboost.shared.data.vision import FAMILIES
 from rlboost.shared.errors import ConfigError, Fatal, UnsuitableWeights
 from rlboost.shared.files import replace_file
 from rlboost.shared.model.experts import is_mixture
@@ -73,9 +74,16 @@ def model_folder(config: dict[str, Any], tokenizer_json: str = "") -> Path:
 
 def _architectures(config: dict[str, Any]) -> list[str]:
     """Return the model's class, which vLLM needs and not every configuration names."""
+    if (family := config.get("model_type", "")) in FAMILIES:
+        if family not in plugin.VISION_MODELS:
+            raise UnsuitableWeights(
+                f"config.json: of models that see images, vllm workers support {', '.join(plugin.VISION_MODELS)} and "
+                f"not {family}: use torch workers"
+            )
+        return [plugin.VISION_MODELS[family]]
     if config.get("architectures"):
         return list(config["architectures"])
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""))
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
     if name is None:
         raise UnsuitableWeights(
             f"config.json: transformers has no causal language model of model_type {config.get('model_type')!r}: "
@@ -250,6 +258,9 @@ def _own_arguments(directory: Path, options: VllmOptions) -> dict[str, Any]:
         "distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp",
         "enable_sleep_mode": options.enable_sleep and not on_cpu,
         "logprobs_mode": options.logprobs_mode,
+        # Images come as `vision` has prepared them.
+        "mm_device_do_normalize": False,
+        "mm_processor_cache_gb": 0,
         "weight_transfer_config": WeightTransferConfig(backend=plugin.NAME),
         "disable_log_stats": True,
         "enable_log_requests": False,

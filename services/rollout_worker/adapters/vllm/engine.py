@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import structlog
@@ -56,13 +56,16 @@ from rlboost.services.rollout_worker.ports import (
     StagedAdapter,
     StagedWeights,
 )
-from rlboost.shared.data.vision import FAMILIES
+from rlboost.shared.data.vision import vision_of
 from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, UnsuitableWeights, leaves
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP
 from rlboost.shared.model.folder import require_unquantized
 from rlboost.shared.process.system import run_in_thread
 from rlboost.shared.weights.changed_words import ChangedWords
 from rlboost.shared.wire import TOP, RoutedShape, ints
+
+if TYPE_CHECKING:
+    from rlboost.services.rollout_worker.adapters.vllm.vision import Vision
 
 log = structlog.get_logger(__name__)
 
@@ -94,9 +97,7 @@ def start(config_json: str, options: VllmOptions, tokenizer_json: str = "") -> A
     except RLBoostError:
         raise
     except Exception as error:  # vLLM and transformers raise any for a model that they cannot run
-        family = config.get("model_type")
-        way_out = f"{family} needs torch workers: " if family in FAMILIES else ""
-        raise UnsuitableWeights(f"{way_out}vllm cannot run this model on this machine: {error}") from error
+        raise UnsuitableWeights(f"vllm cannot run this model on this machine: {error}") from error
 
 
 def _routed_shape(model: Any) -> RoutedShape:
@@ -138,7 +139,15 @@ class VllmEngine:
         self.max_request_tokens = 0
         self.returns_routed_experts = bool(options.vllm_args.get("enable_return_routed_experts"))
         has_grammars = not llm.model_config.skip_tokenizer_init and all(map(find_spec, _GRAMMAR_MODULES))
-        self.sampling_options = supported_options(options.vllm_args, has_grammars=has_grammars)
+        vision = vision_of(llm.model_config.hf_config.to_dict())
+        self.sampling_options = supported_options(
+            options.vllm_args, has_grammars=has_grammars, sees_images=vision is not None
+        )
+        self._vision: Vision | None = None
+        if vision is not None:
+            from rlboost.services.rollout_worker.adapters.vllm.vision import Vision  # noqa: PLC0415 - it imports models
+
+            self._vision = Vision(vision)
         self.llm = llm
         """Used by benchmarks."""
         self._can_sleep = options.enable_sleep
@@ -192,8 +201,12 @@ class VllmEngine:
         self._check_alive()
 
     def set_images(self, key: RequestKey, images: Sequence[bytes] | str) -> None:
-        """See `ports.Engine`; a request with images has ended with an error."""
-        del key, images
+        """See `ports.Engine`."""
+        self._check_alive()
+        if self._vision is None or (live := self._requests.awaiting_images(key)) is None:
+            return
+        live.images = images if isinstance(images, str) else self._vision.prepare(live.request, images)
+        self._start_streams()
 
     def take_emissions(self) -> list[Emission]:
         self._check_alive(allow_closed=True)
@@ -203,7 +216,8 @@ class VllmEngine:
         """See `ports.Engine`. vLLM admits requests in order; those that it preempts count as running."""
         self._check_alive(allow_closed=True)
         requests = self._requests
-        return EngineStats(requests.n_running, requests.n_pending, requests.generated_total, requests.version)
+        load = requests.n_running, requests.n_pending, requests.generated_total, requests.version
+        return EngineStats(*load, can_generate=requests.can_generate)
 
     def running(self) -> set[RequestKey]:
         return self._requests.running
@@ -258,7 +272,7 @@ class VllmEngine:
             # With those of earlier tokens, which vLLM computes again: it returns none of a request that it aborts.
             routed_experts_prompt_start=len(request.prompt) - 1 if sampling.routed_experts else 0,
         )
-        async for output in self._generate([*request.prompt, *live.tokens], params, request.job_id):
+        async for output in self._generate([*request.prompt, *live.tokens], params, request.job_id, live.images):
             (completion,) = output.outputs
             requests.extend(live, completion.token_ids, *_logprobs(completion.logprobs, sampling.top_logprobs))
             if completion.finish_reason in _FINISH:
@@ -288,7 +302,7 @@ class VllmEngine:
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        async for output in self._generate([*prompt, *given], params, live.request.job_id):
+        async for output in self._generate([*prompt, *given], params, live.request.job_id, live.images):
             (completion,) = output.outputs
             if completion.finish_reason == "length":
                 scored = output.prompt_logprobs
@@ -299,10 +313,11 @@ class VllmEngine:
             elif completion.finish_reason is not None and self._is_decoding:
                 raise RuntimeError(f"vllm ended a request: {completion.finish_reason}")
 
-    async def _generate(self, tokens: list[int], params: SamplingParams, job_id: str) -> Any:
+    async def _generate(self, tokens: list[int], params: SamplingParams, job_id: str, images: Any = None) -> Any:
         # Salted: a new request must not share a prefix whose keys and values were computed with older weights. Neither
         # does it share one of another adapter, or of an older version, which have other names.
-        prompt, request_id = {"prompt_token_ids": tokens, "cache_salt": str(self._n_loads)}, str(next(self._ids))
+        salt, request_id = str(self._n_loads), str(next(self._ids))
+        prompt = {"prompt_token_ids": tokens, "cache_salt": salt} if images is None else images.input(tokens, salt)
         adapter = self._adapters.get(job_id)
         async for output in self.llm.generate(prompt, params, request_id=request_id, lora_request=adapter):
             yield output

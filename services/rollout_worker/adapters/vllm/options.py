@@ -18,6 +18,12 @@ REFUSED_ARGUMENTS: Mapping[str, str] = {
     "diffusion_config": "training needs a log-probability of each token given all tokens before it",
     "enable_trace_replay": "it replaces sampled tokens by recorded ones",
     "enable_lora": "RLBOOST_WORKER_MAX_ADAPTERS says how many adapters it holds",
+    "mm_processor_kwargs": "images are computed as the trainer prepares them",
+    "mm_encoder_attn_dtype": "images are computed in the dtype of the trainer",
+    "mm_encoder_only": "a worker generates text",
+    "enable_mm_embeds": "images are computed with the published weights",
+    "video_pruning_rate": "models see images, and no videos",
+    "limit_mm_per_prompt": "a prompt has the images of its row, but for 0, with which the worker takes none",
     "runner": "a worker generates text",
     "convert": "a worker generates text",
 }
@@ -87,12 +93,16 @@ def argument_error(name: str, value: object) -> str:
     if name == "logprobs_mode" and value not in LOGPROBS_MODES:
         return f"logprobs_mode {value!r} has no log-probabilities to train on: use {' or '.join(LOGPROBS_MODES)}"
     reason = REFUSED_ARGUMENTS.get(name, "")
+    if name == "limit_mm_per_prompt" and value in ({"image": 0}, {"image": 0, "video": 0}):
+        return ""
     return f"{name} is refused: {reason}: remove it" if reason and value else ""
 
 
-def supported_options(vllm_args: Mapping[str, Any], *, has_grammars: bool) -> frozenset[str]:
+def supported_options(vllm_args: Mapping[str, Any], *, has_grammars: bool, sees_images: bool = False) -> frozenset[str]:
     """Return the options of clients that vLLM supports with these engine arguments."""
-    without = {"stop", "batch_invariant", "images"} | (set() if has_grammars else {"grammar"})
+    without = {"stop", "batch_invariant"} | (set() if has_grammars else {"grammar"})
+    if not sees_images or vllm_args.get("language_model_only") or vllm_args.get("limit_mm_per_prompt"):
+        without.add("images")
     if vllm_args.get("speculative_config") or vllm_args.get("spec_method"):
         # vLLM ignores them, or changes what it accepts; it scores no last token.
         without |= {"grammar", "logit_bias", "min_p", "min_tokens", "forced"}

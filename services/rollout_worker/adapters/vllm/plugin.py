@@ -15,6 +15,8 @@ PARENT_VARIABLE = "RLBOOST_VLLM_PARENT"
 """Holds the process id of the worker."""
 UNPACKED_VARIABLE = "RLBOOST_VLLM_UNPACKED"
 """Set where linear layers shall compute with their weights as loaded: see `VllmOptions.pack_weights`."""
+VISION_MODELS = {"qwen3_vl": "RLBoostQwen3VL"}
+"""Family of models that see images -> its class in the module `vision`."""
 N_GENERATED = "rlboost_n_generated"
 """Extra argument of a request: how many tokens at the end of its prompt are those of its answer so far."""
 
@@ -25,18 +27,24 @@ def is_unpacked() -> bool:
 
 
 def register() -> None:
-    """Register the weight transfer engine and what continues grammars; in a worker's engine core, watch the worker."""
+    """Register the weight transfer engine, models and what continues grammars; in an engine core, watch the worker."""
+    from vllm import ModelRegistry  # noqa: PLC0415 - as below
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # noqa: PLC0415 - the factory has no vllm
 
     WeightTransferEngineFactory.register_engine(
         NAME, "rlboost.services.rollout_worker.adapters.vllm.weight_transfer", "CacheWeightTransfer"
     )
+    for name in VISION_MODELS.values():
+        if name not in ModelRegistry.models:  # vLLM warns of a second time
+            ModelRegistry.register_model(name, f"rlboost.services.rollout_worker.adapters.vllm.vision:{name}")
     if is_unpacked():
         from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415 - only vLLM's processes need it
 
         LinearBase._cpu_skip_gemm_dispatch = True  # noqa: SLF001 - which vLLM sets for some layers
     _continue_grammars()
     parent = parent_process()
+    if parent is not None:
+        _compute_parts_of_seeded_prompts()
     if parent is not None and os.environ.get(PARENT_VARIABLE) == str(parent.pid):
         threading.Thread(target=_exit_after, args=(parent,), name="exit-with-worker", daemon=True).start()
 
@@ -58,6 +66,34 @@ def _continue_grammars() -> None:
         return grammar
 
     StructuredOutputManager._create_grammar = create_continued  # noqa: SLF001 - as above
+
+
+def _compute_parts_of_seeded_prompts() -> None:
+    """Have CPUs compute a part of a prompt: vLLM 0.32 rewinds a request's generator then, and those of CPUs cannot.
+
+    The token after such a part is drawn and dropped, so its request draws the next ones with later random numbers.
+    """
+    from vllm.platforms import current_platform  # noqa: PLC0415 - as above
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: PLC0415 - as above
+
+    finish = GPUModelRunner._bookkeeping_sync  # noqa: SLF001 - as above
+    if finish.__module__ == __name__:
+        return
+
+    @wraps(finish, assigned=())
+    def finish_without_rewinding(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        batch, generators = runner.input_batch, runner.input_batch.generators
+        is_partial = runner.discard_request_mask.np
+        batch.generators = {i: generator for i, generator in generators.items() if not is_partial[i]}
+        try:
+            return finish(runner, *args, **kwargs)
+        finally:
+            batch.generators = generators
+
+    GPUModelRunner._bookkeeping_sync = finish_without_rewinding  # noqa: SLF001 - as above
 
 
 def _exit_after(worker: BaseProcess) -> None:
