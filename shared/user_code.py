@@ -213,6 +213,8 @@ def _check_program(command: Any) -> None:
         raise ForbiddenFunction(
             f"command: {command!r} should be a list of texts: the program's file, then its arguments"
         )
+    if "/" not in command[0]:
+        raise ForbiddenFunction(f"command: {command[0]} would be searched in PATH: write ./{command[0]}")
     program = Path(command[0]).absolute()
     if not _is_operators_program(program.resolve()) or not program.is_file():
         raise ForbiddenFunction(
