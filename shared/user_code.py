@@ -214,6 +214,8 @@ def _check_program(command: Any) -> None:
     """Check that a command begins with a program of the operator's, as functions are."""
     if not isinstance(command, list) or not command or not all(isinstance(part, str) for part in command):
         raise ForbiddenFunction(f"command: {command!r} should be a list of texts: a file, then its arguments")
+    if "/" not in command[0]:
+        raise ForbiddenFunction(f"command: {command[0]} would be searched in PATH: write ./{command[0]}")
     program = Path(command[0]).absolute()
     if not _is_of_operators(program.resolve()) or not program.is_file():
         raise ForbiddenFunction(
@@ -228,10 +230,8 @@ def _check_tasks(folders: Iterable[Any]) -> None:
     """Check that folders of tasks, which are code, are the operator's, or links in a folder of the operator's."""
     for place in (Path(str(folder)).absolute() for folder in folders if folder is not None):
         if not _is_of_operators(place.resolve()) and (".." in place.parts or not _is_of_operators(place)):
-            raise ForbiddenFunction(
-                f"{place} is not in the folder in which the agents were started, or in a folder of PYTHONPATH, or is "
-                "hidden or of an installed package: link to the tasks from there"
-            )
+            where = "the folder in which the agents were started, or a folder of PYTHONPATH"
+            raise ForbiddenFunction(f"{place} is not in {where}, or is hidden or of a package: link to the tasks there")
 
 
 def _is_of_operators(place: Path) -> bool:

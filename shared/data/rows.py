@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from glob import glob, has_magic
+from glob import escape, glob, has_magic
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeGuard
@@ -170,6 +170,8 @@ def read_rows(
 
 def _read(source: str, split: str, subset: str | None) -> Iterator[Row]:
     path = Path(source).expanduser()
+    if path.is_dir() or is_remote(source):
+        return _dataset(source, path, split, subset)
     if source.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         return _jsonl(source, path)
     if path.suffix == ".json":
@@ -177,9 +179,9 @@ def _read(source: str, split: str, subset: str | None) -> Iterator[Row]:
     if path.suffix == ".parquet":
         return _parquet(source, path)
     if path.suffix == ".csv":
-        return _dataset(source, path, "train", None)
-    if path.is_dir() or is_remote(source):
-        return _dataset(source, path, split, subset)
+        with _reading(source):
+            path.open("rb").close()
+        return _dataset(source, path.absolute(), "train", None)
     if not path.suffix and not path.exists():
         raise ConfigError(
             f"{source}: no such file or folder: name one that the trainer can read, or the id of a dataset"
@@ -210,9 +212,13 @@ def _jsonl(source: str, path: Path) -> Iterator[Row]:
 
 def _json(source: str, path: Path) -> Iterator[Row]:
     """Yield the rows of a JSON array, or of lines, which others name .json, too."""
-    with _reading(source):
-        text = path.read_text(encoding="utf-8-sig")
-    if not text.lstrip().startswith("["):
+    with _reading(source), path.open(encoding="utf-8-sig") as file:
+        first = next((line.strip() for line in file if line.strip()), "")
+        file.seek(0)
+        text = file.read() if first.startswith("[") else ""
+    if first == "{":
+        raise ConfigError(f"{source} is one JSON object of several lines: give an array of objects, or one per line")
+    if not text:
         yield from _jsonl(source, path)
         return
     try:
@@ -307,7 +313,8 @@ def _dataset(source: str, path: Path, split: str, subset: str | None) -> Iterato
         elif path.is_dir():
             found = datasets.load_dataset(str(path), name=subset)
         elif path.suffix == ".csv":
-            found = datasets.load_dataset("csv", data_files=str(path))
+            # It takes names for patterns, and those such as file:/a.csv for URLs.
+            found = datasets.load_dataset("csv", data_files=escape(str(path)))
         else:
             _require_remote_files(datasets.load_dataset_builder(source, name=subset).config.data_files)
             found = datasets.load_dataset(source, name=subset)

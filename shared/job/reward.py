@@ -36,7 +36,7 @@ class JudgeSpec(Section):
     as `{answer}`. A brace is written twice."""
     parse: str = Field(r"-?\d+(?:\.\d+)?", min_length=1)
     """Regular expression that finds the verdict: its last match in the answer counts, or that match's first group. By
-    default a number."""
+    default a number. A search that takes more than a second finds none."""
     values: dict[str, float] = Field(default_factory=dict)
     """Verdict -> its reward, such as `{"yes": 1, "no": 0}`, upper case or lower; without it the verdict is a number."""
     retries: int = Field(2, ge=0, le=MAX_RETRIES)

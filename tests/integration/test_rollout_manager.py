@@ -266,6 +266,10 @@ async def test_creating_with_the_same_idempotency_key_makes_one_job(system: Syst
     other = await system.http.post("/v1/jobs", json={**SPEC, "steps": 77}, headers=headers)
     assert other.status_code == 409
     assert f"has created job {first.json()['id']} from another job file" in other.json()["detail"]
+    for arguments in ({"a": 1, "b": 2}, {"b": 2, "a": 1}):  # clients may send an object's keys in any order
+        job_file = {**SPEC, "reward": {"function": "a:b", "arguments": arguments}}
+        same = await system.http.post("/v1/jobs", json=job_file, headers={"Idempotency-Key": "order"})
+        assert same.status_code == 201
     refused = await system.http.post("/v1/jobs", json=SPEC, headers={"Idempotency-Key": "k" * 300})
     assert refused.status_code == 422
 

@@ -177,7 +177,7 @@ async def create_job(
         job_id = (await bus.lease_values([created]))[0] or job_id
     async with request.app.state.creating:  # two requests with one idempotency key may be concurrent
         known = manager.world.jobs.get(job_id)  # created by an earlier request with the same key
-        if known and known.record.is_file_readable and spec_to_json(known.record.spec) != spec_to_json(spec):
+        if known and known.record.is_file_readable and known.record.spec != spec:
             detail = f"this Idempotency-Key has created job {job_id} from another job file: use a new key"
             raise Problem(409, "Another job file", detail)
         token = settings.token.get_secret_value()

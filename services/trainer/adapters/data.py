@@ -281,8 +281,9 @@ class _Reader:
 
     def _check_is_rendered(self, *, is_text: bool) -> None:
         if is_text and self._needs_messages:
+            system = "" if isinstance(self._spec, OfflineDataSpec) else "set data.system_prompt, "
             raise ConfigError(
-                "the prompt is text, which no chat template renders: give chat messages, or remove "
+                f"the prompt is text, which no chat template renders: give chat messages, {system}or remove "
                 "data.chat_template_kwargs"
             )
 

@@ -469,7 +469,8 @@ class PromptTokenizer:
             asked, answered = self._render([question]), self._render([question, turn])
         except Exception:  # noqa: BLE001 - a template is a program, which may raise anything
             return ""
-        ids = {str(one): token for token, one in self._tokenizer.added_tokens_decoder.items() if one.special}
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        ids = {str(one): token for token, one in added.items() if one.special}
         special = re.compile("|".join(map(re.escape, sorted(ids, key=len, reverse=True))) or "(?!)")
         found = special.match((text_after_answer(answered, "") or "").lstrip())
         begins = special.findall(asked.partition(_QUESTION)[0])[-1:]

@@ -268,7 +268,7 @@ class Judges:
             if isinstance(end, SampleDropped):
                 return Verdict(serving, None, answer, (), attempt + 1, f"its question was dropped: {end.reason}")
             answer, spans = judge.chat.decode(end.tokens), end.spans
-            if (reward := spec.reward_in(answer)) is not None:
+            if (reward := await asyncio.to_thread(spec.reward_in, answer)) is not None:  # it may take a second
                 return Verdict(serving, reward, answer, spans, attempt + 1)
         problem = "its answer has no verdict that judge.parse finds"
         return Verdict(serving, None, answer, spans, spec.tries, problem)

@@ -96,6 +96,23 @@ def test_a_file_whose_name_looks_like_a_pattern_is_that_file(folder: Path) -> No
     write(folder / "part[1].jsonl", "t1")
     write(folder / "part1.jsonl", "t2")
     assert prompts("data/part[1].jsonl") == ["t1"]
+    (folder / "part[1].csv").write_text("prompt\nt1\n")
+    (folder / "part1.csv").write_text("prompt\nt2\n")
+    assert prompts("data/part[1].csv") == ["t1"]
+
+
+def test_name_of_a_table_of_text_is_no_url(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.csv").write_text("prompt\nt1\n")
+    for scheme in ("file:", "file://", "local:", "zip::", "file::", "simplecache::file:"):
+        with pytest.raises(ConfigError, match="No such file or directory"):
+            prompts(f"{scheme}{tmp_path}/secret.csv")
+
+
+@pytest.mark.parametrize("name", ["all.csv", "all.json"])
+def test_folder_named_like_a_file_is_read_as_a_folder(folder: Path, name: str) -> None:
+    (folder / name).mkdir()
+    write(folder / name / "train-1.jsonl", "t1")
+    assert prompts(f"data/{name}") == ["t1"]
 
 
 @pytest.mark.parametrize("name", ["train-1.jsonl", "x_test.jsonl", "README.md"])
@@ -124,7 +141,8 @@ def test_folder_with_splits_or_other_files_needs_the_datasets_library(
         ("data/6.json", r"^data/6\.json, row 2: a JSON object is expected"),
         ("data/7.json", r"^data/7\.json is not JSON: "),
         ("data/8.jsonl.zst", r"^data/8\.jsonl\.zst: .*: name a file that the trainer can read"),
-        ("data/none.csv", r"^data/none\.csv: Hugging Face datasets cannot load it \(FileNotFoundError"),
+        ("data/9.json", r"^data/9\.json is one JSON object of several lines: give an array"),
+        ("data/none.csv", r"^data/none\.csv: No such file or directory: name a file"),
     ],
 )
 def test_invalid_shard_error_names_the_shard(folder: Path, source: Any, problem: str) -> None:
@@ -136,6 +154,7 @@ def test_invalid_shard_error_names_the_shard(folder: Path, source: Any, problem:
     (folder / "6.json").write_text('[{"prompt": "t6"}, "t7"]')
     (folder / "7.json").write_text('[{"prompt": "t7"}')
     (folder / "8.jsonl.zst").write_bytes(b'{"prompt": "t8"}')
+    (folder / "9.json").write_text(json.dumps({"data": [{"prompt": "t9"}]}, indent=1))
     with pytest.raises(ConfigError, match=problem):
         prompts(source)
 

@@ -110,7 +110,7 @@ def test_template_arguments_of_the_job_apply_to_sft(model: Path) -> None:
 def test_template_arguments_that_nothing_reads_are_refused(model: Path) -> None:
     with_chat_template(model, KWARGS_TEMPLATE)
     chat, text = {"prompt": [{"role": "user", "content": "t5"}]}, {"prompt": "t5"}
-    with pytest.raises(ConfigError, match=r"line 2: the prompt is text, .*or remove data.chat_template_kwargs"):
+    with pytest.raises(ConfigError, match=r"line 2: the prompt is text, .*set data\.system_prompt, or remove "):
         load(model, [chat, text], data={"chat_template_kwargs": {"level": 70}})
     with pytest.raises(ConfigError, match="no argument 'levels': remove it from chat_template_kwargs"):
         load(model, [chat], data={"chat_template_kwargs": {"levels": 70}})

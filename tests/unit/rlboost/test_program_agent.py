@@ -206,7 +206,8 @@ async def test_cancelled_program_takes_its_processes_along(tmp_path: Path) -> No
     ("command", "error"),
     [
         (["/bin/sh", "-c", "true"], "no file in the folder"),
-        (["nothing-here"], "no file in the folder"),
+        (["./nothing-here"], "no file in the folder"),
+        (["agent.sh"], r"searched in PATH: write \./agent\.sh"),
         ([], "a list of texts"),
         ("agent.sh", "a list of texts"),
         (["tests/support/agents.py"], r"chmod \+x"),
@@ -231,7 +232,7 @@ def test_job_names_no_hidden_program_and_none_of_a_venv(
     if "venv" in place:
         (program.parents[1] / "pyvenv.cfg").touch()
     (tmp_path / "link").symlink_to(program)
-    for named in (place, "link"):
+    for named in (place, "./link"):
         with pytest.raises(ForbiddenFunction, match="hidden or of an installed package"):
             agent_factory(PROGRAM_AGENT, {"command": [named, "--no-python", "/bin/sh"]})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from rlboost.services.trainer.fakes import MemoryWeights
 from rlboost.services.trainer.ports.storage import JobResources, OtherModel
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId
+from rlboost.shared.job.reward import JudgeSpec
 from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.messages import Event, GroupRequested, SampleDropped, SampleFinished
 from rlboost.shared.streams import names
@@ -152,6 +154,21 @@ async def test_completion_without_verdict_has_a_missing_reward(tmp_path: Path, a
     n_tries = 3 if answer else 1
     assert len(rig.judge.answered) == n_tries * SAMPLES_PER_STEP
     assert why in ended.error
+
+
+async def test_search_for_a_verdict_holds_up_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, search = set[threading.Thread](), JudgeSpec.reward_in
+
+    def recorded(spec: JudgeSpec, answer: str) -> float | None:
+        threads.add(threading.current_thread())
+        return search(spec, answer)
+
+    monkeypatch.setattr(JudgeSpec, "reward_in", recorded)
+    rig = JudgedRig(tmp_path, judged_spec(), length_of)
+    async with rig.judging():
+        assert (await rig.run()).state == "completed"
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_judge_that_never_answers_is_a_named_wait_with_a_limit(tmp_path: Path) -> None:
