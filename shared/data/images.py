@@ -39,7 +39,9 @@ _PROCESSOR = {
     "image_std": [*FAMILIES["qwen2_5_vl"].std],
     "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
 }
-"""What transformers does where the model's file says nothing; `size` is the least and the most pixels."""
+"""Key of `preprocessor_config.json` -> what transformers takes without it; `size` is the least and most pixels."""
+_SAME = ("do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize")
+"""Of these, those with one value in all families."""
 _MOST_STRETCHED = 200
 """Ratio of an image's sides that the families allow."""
 
@@ -158,9 +160,7 @@ class ImageReader:
                 "that this one was trained from"
             ) from error
         processor = _PROCESSOR | {name: value for name, value in own.items() if value is not None}
-        expected = {
-            **{name: _PROCESSOR[name] for name in ("do_resize", "resample", "do_rescale", "rescale_factor")},
-            "do_normalize": True,
+        expected = {name: _PROCESSOR[name] for name in _SAME} | {
             "patch_size": vision.patch_size,
             "temporal_patch_size": vision.temporal_patch_size,
             "merge_size": vision.merge_size,
