@@ -54,13 +54,16 @@ shell=$(command -v bash || command -v sh)
 echo {_READY} $shell
 exec $shell -c 'trap "" HUP INT QUIT TERM USR1 USR2 ALRM PIPE; while read -r line; do :; done' 2> /dev/null
 """
-# The last line ends the output, which processes that the command has left in the background may hold open. When memory
-# runs out, its processes are killed before the container's first one.
-_COMMAND = """
+# The last line ends the output, which processes that the command has left in the background may hold open. Processes of
+# other users cannot read its mark, as they could in an argument. When memory runs out, the command's processes are
+# killed before the container's first one.
+_MARK = "RLBOOST_SANDBOX_MARK"
+_COMMAND = f"""
 exec 2> /dev/null
+mark=${_MARK}; unset {_MARK}
 echo 900 > /proc/self/oom_score_adj
 (timeout -s KILL "$1" "$2" -c "$3" 2>&1)
-printf '\\n%s %s\\n' "$4" $?
+printf '\\n%s %s\\n' "$mark" $?
 """
 _building: dict[str, asyncio.Lock] = {}
 _pruned = set[str]()
@@ -178,17 +181,20 @@ class Sandbox:
 
         Raises:
             SandboxUnavailable: the container has ended, or the engine does not answer.
+            ValueError: an argument that Docker does not have, or no limit.
 
         """
+        if not 0 < timeout_s < float("inf"):
+            raise ValueError(f"timeout_s is {timeout_s}: give a finite number above 0")
         text = command.encode(errors="replace")
         if len(text) > MAX_COMMAND_BYTES or b"\0" in text:
             return Result(126, f"a command has at most {MAX_COMMAND_BYTES} bytes, none of them 0: write a file first")
         options = [] if stdin is None else ["--interactive"]
         options += [] if user is None else [f"--user={user}"]
         options += [] if workdir is None else [f"--workdir={workdir}"]
-        options += [f"--env={variable}" for variable in _variables(env or {})]
         mark = secrets.token_hex(8)
-        arguments = ("sh", "-c", _COMMAND, "sh", f"{timeout_s:g}", self._shell, text, mark)
+        options += [f"--env={variable}" for variable in _variables({**(env or {}), _MARK: mark})]
+        arguments = ("sh", "-c", _COMMAND, "sh", f"{timeout_s:g}", self._shell, text)
         started = asyncio.get_running_loop().time()
         process = await _docker("exec", *options, self.name, *arguments, stdin=DEVNULL if stdin is None else PIPE)
         output, code = Output(max_output_bytes, mark), None
@@ -249,15 +255,20 @@ class Sandbox:
         """Copy a folder's content into a folder of the container, which is made.
 
         Raises:
+            NotADirectoryError: `source` is no folder.
             SandboxBroken: it cannot be written.
             SandboxUnavailable: the container has ended, or the engine does not answer.
 
         """
+        if not await asyncio.to_thread(source.is_dir):
+            raise NotADirectoryError(f"{source} is no folder: it cannot be copied into a container")
         await self.exec(f"mkdir -p {shlex.quote(path)}", user="0", timeout_s=ENGINE_LIMIT_S)
         try:
             await _engine("cp", f"{source}/.", f"{self.name}:{path}")
         except SandboxUnavailable as error:
             await self._check()
+            if isinstance(error.__cause__, TimeoutError):  # the engine is slow, or the folder large
+                raise
             raise SandboxBroken(f"{path} cannot be written: {error}") from error
 
     async def stop_processes(self) -> None:
@@ -337,6 +348,17 @@ def run_options(
     ]
 
 
+async def require_engine() -> None:
+    """Raise SandboxUnavailable if this process reaches no engine."""
+    try:
+        await _engine("version", "--format={{.Server.Version}}")
+    except SandboxUnavailable as error:
+        raise SandboxUnavailable(
+            f"{error}: containers need the program docker and an engine that this user may use (DOCKER_HOST, group "
+            "docker), on the machine that runs the agents"
+        ) from error
+
+
 async def build(folder: Path, *, limit_s: float = 600.0) -> str:
     """Return the image that a folder's `Dockerfile` makes, which is built once for each content of the folder.
 
@@ -393,7 +415,8 @@ class Output:
     def _append(self, block: bytes) -> None:
         taken = block[: max(0, self._n_head - len(self._head))]
         self._head += taken
-        self._tail = (self._tail + block[len(taken) :])[-self._n_tail :]
+        self._tail += block[len(taken) :]
+        self._tail = self._tail[max(0, len(self._tail) - self._n_tail) :]
         self._n += len(block)
 
     def text(self) -> str:

@@ -139,11 +139,12 @@ UNISOLATED_SETTING = "RLBOOST_TRAINER_UNISOLATED_PROGRAMS"
 CODE_REWARD = "rlboost.rewards.code:score"
 PROGRAM_AGENT = "rlboost.agents.program:run"
 VERIFIERS_AGENT = "rlboost.agents.verifiers:Environment"
+HARBOR_AGENT = "rlboost.agents.harbor:Tasks"
 OUR_FUNCTIONS: Mapping[str, Kind] = {
     CODE_REWARD: "reward function",
     PROGRAM_AGENT: "agent",
     VERIFIERS_AGENT: "agent",
-    "rlboost.agents.harbor:Tasks": "agent",
+    HARBOR_AGENT: "agent",
     "rlboost.rewards.math:score": "reward function",
     "rlboost.examples.countdown.reward:score": "reward function",
     "rlboost.examples.sums.reward:score": "reward function",
@@ -195,6 +196,8 @@ def check_arguments(path: str, arguments: Mapping[str, Any]) -> None:
         _check_program(arguments["command"])
     if path == VERIFIERS_AGENT and "env_id" in arguments:
         check_module(verifiers_module(str(arguments["env_id"])))
+    if path == HARBOR_AGENT:
+        _check_tasks(arguments.get(name) for name in ("folder", "eval_folder"))
     if path == CODE_REWARD and arguments.get("isolated", True) is not True and not unisolated_is_allowed():
         raise ForbiddenFunction(
             f"isolated: {arguments['isolated']} lets generated programs do what the trainer's user may do: remove it, "
@@ -210,11 +213,9 @@ def verifiers_module(env_id: str) -> str:
 def _check_program(command: Any) -> None:
     """Check that a command begins with a program of the operator's, as functions are."""
     if not isinstance(command, list) or not command or not all(isinstance(part, str) for part in command):
-        raise ForbiddenFunction(
-            f"command: {command!r} should be a list of texts: the program's file, then its arguments"
-        )
+        raise ForbiddenFunction(f"command: {command!r} should be a list of texts: a file, then its arguments")
     program = Path(command[0]).absolute()
-    if not _is_operators_program(program.resolve()) or not program.is_file():
+    if not _is_of_operators(program.resolve()) or not program.is_file():
         raise ForbiddenFunction(
             f"command: {command[0]} is no file in the folder in which the trainer was started, or in a folder of "
             "PYTHONPATH, or is hidden or of an installed package: name a script, as ./agent.sh, which may start others"
@@ -223,17 +224,24 @@ def _check_program(command: Any) -> None:
         raise ForbiddenFunction(f"command: {command[0]} cannot be executed: run chmod +x on it")
 
 
-def _is_operators_program(program: Path) -> bool:
-    """Return True if a file, without links, is in a folder of the operator's, and not hidden or of a venv there.
+def _check_tasks(folders: Iterable[Any]) -> None:
+    """Check that folders of tasks, which are code, are the operator's, or links in a folder of the operator's."""
+    for place in (Path(str(folder)).absolute() for folder in folders if folder is not None):
+        if not _is_of_operators(place.resolve()) and (".." in place.parts or not _is_of_operators(place)):
+            raise ForbiddenFunction(
+                f"{place} is not in the folder in which the agents were started, or in a folder of PYTHONPATH, or is "
+                "hidden or of an installed package: link to the tasks from there"
+            )
 
-    Programs of installed packages run any other: `torchrun --no-python /bin/sh`.
-    """
+
+def _is_of_operators(place: Path) -> bool:
+    """Return True if a file or folder is in one of the operator's, and not hidden or of a venv (`torchrun`) there."""
     for folder in {one.resolve() for one in _operators()}:
-        if program.is_relative_to(folder):
-            inner = program.relative_to(folder)
+        if place.is_relative_to(folder):
+            inner = place.relative_to(folder)
             environments = [folder / parent / mark for parent in inner.parents for mark in ("pyvenv.cfg", "conda-meta")]
             if not any(part.startswith(".") for part in inner.parts) and not any(map(Path.exists, environments)):
-                return not _is_below(program, _installed() | _ours())
+                return not _is_below(place, _installed() | _ours())
     return False
 
 
@@ -323,10 +331,7 @@ def _installed() -> set[Path]:
 
 
 def _operators() -> list[Path]:
-    """Return the folders that Python searches before its own: the current one, and those of `PYTHONPATH`.
-
-    After its own come installed packages, and the folders that those add, such as editable ones.
-    """
+    """Return the folders that Python searches before its own and packages: the current one, those of `PYTHONPATH`."""
     own = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     found = [Path(entry).absolute() for entry in sys.path]
     return list(itertools.takewhile(lambda folder: folder.resolve() not in own, found))

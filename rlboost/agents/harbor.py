@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import Field, ValidationError, model_validator
 
 from rlboost.agents import Session
-from rlboost.sandbox import Sandbox, SandboxBroken, build
+from rlboost.sandbox import Sandbox, SandboxBroken, build, require_engine
 from rlboost.shared.validation import Section, describe
 
 BASH: Any = {
@@ -202,10 +202,17 @@ class Tasks:
         self._http = cycle(openai.DefaultAsyncHttpxClient() for _ in range(_N_POOLS))
 
     def rows(self, split: str) -> Iterator[dict[str, Any]]:
-        """Yield a row for each task: those of `folder` for the split `train`, else those of `eval_folder`."""
+        """Yield a row for each task: those of `folder` for the split `train`, else those of `eval_folder`.
+
+        Raises:
+            SandboxUnavailable: no Docker engine answers here.
+            ValueError: the split has no tasks.
+
+        """
         name = "train" if split == "train" else "eval"
         if name not in self._splits:
             raise ValueError(f"the split {split!r} has no tasks: set eval_folder in agent.arguments")
+        asyncio.run(require_engine())  # a job would lose all of its sessions
         for task in self._splits[name]:
             yield {"prompt": [{"role": "user", "content": task.instruction}], "task": str(task.folder)}
 
@@ -219,9 +226,11 @@ class Tasks:
         """
         task = self._tasks[row["task"]]
         environment = task.file.environment
-        image = environment.docker_image
+        image, start_limit_s = environment.docker_image, START_LIMIT_S
         if image is None:
             image = await build(task.folder / "environment", limit_s=environment.build_timeout_sec)
+        else:  # it may have to be pulled
+            start_limit_s += environment.build_timeout_sec
         async with await Sandbox.start(
             image,
             purpose=session.sample,
@@ -229,7 +238,7 @@ class Tasks:
             memory_mb=environment.memory_mib,
             network=bool(self._network) and environment.asks_for_internet,
             env=environment.env,
-            start_limit_s=START_LIMIT_S,
+            start_limit_s=start_limit_s,
         ) as sandbox:
             await self._solve(session, task, list(row["prompt"]), sandbox)
             try:

@@ -29,6 +29,7 @@ from rlboost.shared.job.agent import NO_REWARDS, Agent, AgentRun, check_time, lo
 from rlboost.shared.job.priced_model import BudgetSpent
 from rlboost.shared.proxies import internal
 from rlboost.shared.secrets import bearer
+from rlboost.shared.user_code import describe_import_error
 
 log = structlog.get_logger(__name__)
 
@@ -91,8 +92,8 @@ class Host:
         """Run agents until the job has ended or the stop is set.
 
         Raises:
-            Fatal: the manager refuses the token or does not know the job, or does not answer; or the budget of a
-                `PricedModel` is spent.
+            Fatal: the manager refuses the token or does not know the job, or does not answer; the agent cannot be made
+                with the job's arguments and time; or the budget of a `PricedModel` is spent.
 
         """
         stopping = asyncio.create_task(stop.wait(), name="stop")
@@ -115,7 +116,10 @@ class Host:
             query = {"count": min(free, MAX_AT_ONCE), "wait": WAIT_S}
             answer = await self._post(f"jobs/{self.job}/sessions/next", self.token, params=query)
             for given in answer.json():
-                check_time(self._agent(given["arguments"]), given["timeout_s"])  # what they raise ends this host
+                try:
+                    check_time(self._agent(given["arguments"]), given["timeout_s"])
+                except Exception as error:
+                    raise Fatal(describe_import_error(self.path, "agent", error)) from error
                 task = asyncio.create_task(self._serve(given), name=f"session-{given['sample']}")
                 self._running[given["id"]] = task
                 task.add_done_callback(lambda _, name=given["id"]: self._ended(name))  # type: ignore[misc]

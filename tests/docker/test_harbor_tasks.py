@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -77,7 +78,8 @@ async def test_lost_container_is_no_result(tmp_path: Path) -> None:
             await verified(sandbox, Task.read(write_task(tmp_path / "a")))
 
 
-def test_tasks_train_although_a_container_is_killed(tmp_path: Path) -> None:
+def test_tasks_train_although_a_container_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     call = call_text('{"command": "echo 4 > /answer"}', name="bash").replace("<tool_call>\n", "<tool_call>")
     instructions = ("Write 4.", "Say 4.")
     model = write_calling_model(tmp_path / "model", call=call, prompts=instructions, tool=BASH)

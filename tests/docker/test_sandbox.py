@@ -133,6 +133,14 @@ async def test_container_has_no_network_and_few_rights(sandbox: Sandbox) -> None
     assert "NoNewPrivs:\t1" in (await sandbox.exec("cat /proc/self/status")).output
 
 
+async def test_program_of_another_user_cannot_end_a_verifiers_command(sandbox: Sandbox) -> None:
+    program = "tr '\\0' '\\n' < $f | sed 's/^RLBOOST_SANDBOX_MARK=//' | grep -x '[0-9a-f]\\{16\\}'"
+    seen = f"for f in /proc/[0-9]*/cmdline /proc/[0-9]*/environ; do {program}; done 2> /dev/null"
+    await sandbox.write("/seen", seen.encode())
+    assert len((await sandbox.exec("sh /seen")).output.split()) == 1  # root's own
+    assert (await sandbox.exec("setpriv --reuid=65534 --clear-groups sh /seen; exit 3"))[:2] == (3, "")
+
+
 async def test_files_are_written_and_read(sandbox: Sandbox, tmp_path: Path) -> None:
     for content in (b"", b"12\0", b"x" * 300_000):
         await sandbox.write("/logs/a b/x", content)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlboost.agents.harbor import START_LIMIT_S, Task, Tasks, reward_of
 from rlboost.jobs.model_check import code_problems
+from rlboost.sandbox import SandboxUnavailable
 from rlboost.services.trainer.adapters.agent_rows import rows_of
 from rlboost.shared.data.rows import read_rows
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.agent import check_time
-from rlboost.shared.user_code import InvalidUserFunction
+from rlboost.shared.job.agent import check_time, load_agent
+from rlboost.shared.job.reward import AgentSpec
+from rlboost.shared.user_code import HARBOR_AGENT, ForbiddenFunction, InvalidUserFunction, check_arguments
 from tests.support.harbor_tasks import write_task
 from tests.support.jobs import job_file, parse_rl
 
@@ -75,7 +79,49 @@ def test_network_has_to_be_chosen_where_a_task_asks_for_it(tmp_path: Path) -> No
     Tasks(str(tmp_path), network=False)
 
 
-def test_rows_are_the_tasks_of_their_split(tmp_path: Path) -> None:
+def put_docker(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a program docker first on the path."""
+    folder.mkdir()
+    (folder / "docker").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_job_without_an_engine_is_refused_before_its_first_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_task(tmp_path / "tasks/a")
+    put_docker(tmp_path / "bin", "echo permission denied >&2; exit 1", monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    arguments: dict[str, Any] = {"folder": str(tmp_path / "tasks"), "network": False}
+    agent = AgentSpec(function=HARBOR_AGENT, arguments=arguments, timeout_s=1000)
+    with pytest.raises(ConfigError, match="permission denied: containers need the program docker and an engine"):
+        list(read_rows("agent:rows", "train", agent_rows=rows_of(agent)))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxUnavailable, match="there is no program docker"):
+        next(Tasks(**arguments).rows("train"))
+
+
+@pytest.mark.parametrize("name", ["folder", "eval_folder"])
+@pytest.mark.parametrize("place", ["../others", "here/../../others", "linked/../others", ".hidden/tasks"])
+def test_job_names_tasks_of_the_operator_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: str
+) -> None:
+    """A job's author could have a file of the trainer's user as instruction.md, or build a Dockerfile of theirs."""
+    here = tmp_path / "here"
+    for task in ("tasks/a", ".hidden/tasks/a", "../others/a"):
+        write_task(here / task)
+    (here / "linked").symlink_to(tmp_path / "others")
+    monkeypatch.chdir(here)
+    monkeypatch.syspath_prepend(str(here))
+    for allowed in ("tasks", "linked", "."):
+        check_arguments(HARBOR_AGENT, {"folder": "tasks", name: allowed})
+    with pytest.raises(ForbiddenFunction, match="is not in the folder in which the agents were started"):
+        load_agent(HARBOR_AGENT, {"folder": "tasks", "network": False, name: place})
+
+
+def test_rows_are_the_tasks_of_their_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_docker(tmp_path / "bin", "exit 0", monkeypatch)
     for name in ("train/a", "train/b", "eval/a"):
         write_task(tmp_path / name, instruction=name)
     tasks = Tasks(str(tmp_path / "train"), network=False)
@@ -104,7 +150,8 @@ def test_reward_is_one_finite_number() -> None:
             reward_of(text, values)
 
 
-def test_check_of_a_job_refuses_its_tasks_and_its_time(tmp_path: Path) -> None:
+def test_check_of_a_job_refuses_its_tasks_and_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     write_task(tmp_path / "a")
     spec = parse_rl(
         job_file(

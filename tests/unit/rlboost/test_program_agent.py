@@ -92,6 +92,22 @@ async def test_host_whose_budget_is_spent_reports_the_session_and_ends(monkeypat
 
 
 @pytest.mark.parametrize(
+    ("arguments", "why"),
+    [({"command": ["/bin/sh"]}, "program:run is not allowed: command: /bin/sh"), ({}, "missing a required argument")],
+)
+async def test_host_ends_with_the_cause_if_its_agent_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], why: str
+) -> None:
+    async def post(*_: Any, **__: Any) -> httpx.Response:
+        return httpx.Response(200, json=[{"arguments": arguments, "timeout_s": 30.0}])
+
+    monkeypatch.setattr(Host, "_post", post)
+    async with Host("http://manager", "t", "job", PROGRAM_AGENT, concurrency=1) as host:
+        with pytest.raises(Fatal, match=why):
+            await host.run(asyncio.Event())
+
+
+@pytest.mark.parametrize(
     ("value", "sent"),
     [
         (0, {"reward": 0.0}),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlboost import sandbox
 from rlboost.environments import ToolUnavailable
-from rlboost.sandbox import Output, SandboxBroken, SandboxUnavailable, digest, run_options
+from rlboost.sandbox import Output, Sandbox, SandboxBroken, SandboxUnavailable, digest, run_options
 
 GIVEN: dict[str, Any] = {
     "name": "box",
@@ -82,6 +86,33 @@ def test_output_ends_with_its_mark_wherever_it_is_cut(written: bytes, sizes: lis
         )
     )
     assert output.text() == kept.decode(errors="replace")
+
+
+def test_output_that_is_not_wanted_is_not_held() -> None:
+    output = Output(0, "0123456789abcdef")
+    for _ in range(9):
+        output.add(b"x" * 100)
+    assert output.text() == "\n[900 bytes left out]\n"
+
+
+async def test_command_without_a_limit_and_upload_of_no_folder_are_refused(tmp_path: Path) -> None:
+    box = Sandbox("none", process=Mock(), pids=64)
+    for limit in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="timeout_s is"):
+            await box.exec("true", timeout_s=limit)
+    with pytest.raises(NotADirectoryError, match="nowhere is no folder"):  # and no SandboxBroken, a result
+        await box.upload(tmp_path / "nowhere", "/tests")
+
+
+async def test_slow_engine_is_not_what_the_model_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text('#!/bin/sh\n[ "$1" != cp ] || exec sleep 60\necho true\n')
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    original = sandbox._engine
+    monkeypatch.setattr(sandbox, "_engine", partial(original, limit_s=2.0))
+    with pytest.raises(SandboxUnavailable, match="docker cp has not ended within 2 s"):
+        await Sandbox("none", process=Mock(), pids=64).upload(tmp_path, "/tests")
 
 
 def test_folder_has_another_digest_for_other_content_modes_and_links(tmp_path: Path) -> None:
