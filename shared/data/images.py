@@ -15,7 +15,7 @@ import numpy as np
 
 from rlboost.shared.data.messages import parsed_messages
 from rlboost.shared.data.rows import is_messages
-from rlboost.shared.data.vision import MARK, VisionConfig, encode
+from rlboost.shared.data.vision import FAMILIES, MARK, VisionConfig, encode
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages.requests import MAX_IMAGE_BYTES
 from rlboost.shared.process.modules import pip_install
@@ -26,8 +26,22 @@ _TEXT_MARK = "<image>"
 """The place of an image in the text of a message, as in verl."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """What Pillow decodes itself: for others, such as EPS, it starts programs of the machine."""
-_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-"""The least and the most pixels if the model's files have none, as in transformers."""
+_PROCESSOR = {
+    "do_resize": True,
+    "resample": 3,  # bicubic
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [*FAMILIES["qwen2_5_vl"].mean],
+    "image_std": [*FAMILIES["qwen2_5_vl"].std],
+    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+}
+"""Key of `preprocessor_config.json` -> what transformers takes without it; `size` is the least and most pixels."""
+_SAME = ("do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize")
+"""Of these, those with one value in all families."""
 _MOST_STRETCHED = 200
 """Ratio of an image's sides that the families allow."""
 
@@ -139,10 +153,14 @@ class ImageReader:
         """
         file = model / "preprocessor_config.json"
         try:
-            processor = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model {model}: {file.name} cannot be read, which images need: {error}") from error
-        expected = {
+            own = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"model {model}: {file.name} cannot be read, which images need ({error}): copy the file of the model "
+                "that this one was trained from"
+            ) from error
+        processor = _PROCESSOR | {name: value for name, value in own.items() if value is not None}
+        expected = {name: _PROCESSOR[name] for name in _SAME} | {
             "patch_size": vision.patch_size,
             "temporal_patch_size": vision.temporal_patch_size,
             "merge_size": vision.merge_size,
@@ -150,14 +168,20 @@ class ImageReader:
             "image_std": [*vision.std],
         }
         for name, value in expected.items():
-            if processor.get(name, value) != value:
+            if processor[name] != value:
                 raise ConfigError(
                     f"model {model}: {file.name} has {name} {processor[name]}, and images are prepared with {value}, "
                     "as those of its family: use the family's own file"
                 )
-        size = processor.get("size") or _SIZE
-        least = max(vision.factor**2, int(processor.get("min_pixels") or size.get("shortest_edge", 0)))
-        most = int(processor.get("max_pixels") or size.get("longest_edge", 1 << 40))
+        size: Any = processor["size"]
+        try:
+            least = max(vision.factor**2, int(processor.get("min_pixels") or size["shortest_edge"]))
+            most = int(processor.get("max_pixels") or size["longest_edge"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"model {model}: {file.name} has size {size!r:.60}, and images need shortest_edge and longest_edge, in "
+                "pixels: use the family's own file"
+            ) from error
         if max_pixels is not None and max_pixels < least:
             raise ConfigError(f"data.max_image_pixels: the model's images have {least} pixels or more: raise it")
         return cls(vision, least, min(most, max_pixels or most))
@@ -175,7 +199,7 @@ class ImageReader:
 
         """
         try:
-            from PIL import Image, ImageOps  # noqa: PLC0415 - only rows with images need it
+            from PIL import Image, ImageOps, UnidentifiedImageError  # noqa: PLC0415 - only rows with images need it
         except ImportError as error:
             raise ConfigError(f"images need Pillow: {pip_install('trainer')}") from error
         try:
@@ -183,6 +207,10 @@ class ImageReader:
             whole = _in_rgb(ImageOps.exif_transpose(image))
         except ConfigError:
             raise
+        except UnidentifiedImageError as error:
+            raise ConfigError(
+                f"it cannot be read as an image, one of {', '.join(_FORMATS)}: convert it, or leave out the row"
+            ) from error
         except Exception as error:  # Pillow's decoders raise anything for damaged files
             raise ConfigError(f"it cannot be read as an image ({error}): correct it, or leave out the row") from error
         height, width = self._size(whole.height, whole.width)

@@ -75,12 +75,23 @@ class VisionConfig(NamedTuple):
 
 
 def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:
-    """Return what a `config.json` says of images; None if the model sees none, or is of another family."""
+    """Return what a `config.json` says of images; None if the model sees none, or is of another family.
+
+    Raises:
+        ConfigError: it does not say what models of its family need.
+
+    """
     if (family := FAMILIES.get(config.get("model_type", ""))) is None:
         return None
-    tower = config["vision_config"]
-    sizes = tower["patch_size"], tower["temporal_patch_size"], tower["spatial_merge_size"]
-    return VisionConfig(*sizes, config["image_token_id"], family.mean, family.std)
+    try:
+        tower = config["vision_config"]
+        sizes = tower["patch_size"], tower["temporal_patch_size"], tower["spatial_merge_size"]
+        return VisionConfig(*sizes, config["image_token_id"], family.mean, family.std)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"config.json of {config['model_type']}: image_token_id, or patch_size, temporal_patch_size or "
+            f"spatial_merge_size in vision_config, is missing ({error}): add it, as in the family's own file"
+        ) from error
 
 
 def tensor_name(name: str, model_type: str) -> str:
@@ -170,7 +181,7 @@ def image_spans(ids: Array, grids: Sequence[tuple[int, int]], vision: VisionConf
 def rotary_positions(ids: Array, grids: Sequence[tuple[int, int]], vision: VisionConfig) -> Array:
     """Return the positions of a prompt's tokens in time, height and width, int64 [3, tokens].
 
-    The tokens of an image have those of its rows and columns, from that of the text before; the text after it goes on
+    The tokens of an image have those of its rows and columns, from that of the text before; the text after it continues
     from the highest (arXiv 2409.12191, section 2.1). A completion continues with the last plus 1.
 
     Raises:

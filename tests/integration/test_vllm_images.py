@@ -212,16 +212,19 @@ async def test_request_without_its_images_ends_with_the_reason(
     ]
 
 
-async def test_vllm_without_its_tower_takes_no_images(folder: Path, vision: VisionConfig) -> None:
+@pytest.mark.parametrize("argument", [{"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0}}], ids=str)
+async def test_vllm_without_its_tower_takes_no_images(
+    folder: Path, vision: VisionConfig, argument: dict[str, Any]
+) -> None:
     vllm_engines.require()
     vllm_engines.end_shared()
-    engine = vllm_engines.build(tiny_vision.config(head_dim=HEAD_DIM), slots=2, vllm_args={"language_model_only": True})
+    engine = vllm_engines.build(tiny_vision.config(head_dim=HEAD_DIM), slots=2, vllm_args=argument)
     await engine.load_weights(0, Staged(tiny_models.weights(make())))
     assert "images" not in engine.sampling_options
     shown = Shown(folder, vision, SHORT, picture("red"))
     refused, made = await run_texts(engine, [shown.request(1), request(2, prompt=[2, 6, 8, 9])])
     await engine.close()
-    assert "without language_model_only" in refused.error
+    assert "without language_model_only and limit_mm_per_prompt" in refused.error
     logits = make()(input_ids=torch.tensor([[2, 6, 8, 9, *made.tokens]])).logits[0, 3:-1]
     found = torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(made.tokens)[:, None])[:, 0]
     assert made.logprobs == pytest.approx(found.tolist(), abs=1e-4)

@@ -183,7 +183,8 @@ def validation_error(
 _NEEDS = {
     "stop": "stop strings need a tokenizer.json in the model's folder, where the manager reads it",
     "batch_invariant": "trainer.deterministic needs torch workers on CPUs and a dense model",
-    "images": "prompts with images need a model that sees them, and torch workers or vllm without language_model_only",
+    "images": "prompts with images need a model that sees them, and torch workers, or vllm without language_model_only "
+    "and limit_mm_per_prompt",
     "forced": "a teacher on workers needs torch, or vllm without speculative decoding and kv_sharing_fast_prefill",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from rlboost.jobs.check import check_job
 from rlboost.services.trainer.adapters.data import load_data
 from rlboost.services.trainer.ports.samples import Data
-from rlboost.shared.data.vision import FAMILIES, MARK
+from rlboost.shared.data.vision import FAMILIES, MARK, vision_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.images import require_supported
 from rlboost.shared.job.spec import parse
@@ -145,8 +146,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no base64": ({"images": ["data:image/png;base64,???"]}, "not base64"),
     "a broken file": ({"images": ["broken.png"]}, "cannot be read as an image"),
     "more than 8 bits": ({"images": ["deep.png"]}, "more than 8 bits"),
-    "a format that programs decode": ({"images": ["drawn.eps"]}, "cannot be read as an image"),
-    "no image": ({"images": ["train.jsonl"]}, "cannot be read as an image"),
+    "a format that programs decode": ({"images": ["drawn.eps"]}, "as an image, one of PNG, JPEG, WEBP"),
+    "no image": ({"images": ["train.jsonl"]}, "as an image, one of PNG, JPEG, WEBP"),
     "a stretched image": ({"images": ["line.png"]}, "crop it"),
     "a number": ({"images": [7]}, "give a path"),
     "more images than places": ({"images": ["a.png", "b.png"]}, "the row has 2 images, and its messages show 1"),
@@ -182,19 +183,62 @@ def test_image_that_no_chunk_holds_is_refused(model: Path) -> None:
         load(model, {"prompt": asks({"type": "image"}), "images": ["huge.png"]})
 
 
+OTHER_PREPARATION: dict[str, object] = {
+    "image_mean": [0.48, 0.46, 0.41],
+    "do_resize": False,
+    "resample": 2,
+    "do_rescale": False,
+    "rescale_factor": 1.0,
+    "do_normalize": False,
+}
+
+
 def test_processor_that_prepares_images_otherwise_is_refused(model: Path) -> None:
     row = {"prompt": asks({"type": "image"}), "images": ["a.png"]}
     file = model / "preprocessor_config.json"
     own = json.loads(file.read_text())
-    file.write_text(json.dumps({**own, "image_mean": [0.48, 0.46, 0.41]}))
-    with pytest.raises(ConfigError, match=r"preprocessor_config\.json has image_mean \[0.48, 0.46, 0.41\]"):
-        load(model, row)
-    file.unlink()
-    with pytest.raises(ConfigError, match="which images need"):
-        load(model, row)
+    for name, value in OTHER_PREPARATION.items():
+        file.write_text(json.dumps({**own, name: value}))
+        with pytest.raises(ConfigError, match=rf"preprocessor_config\.json has {name} {re.escape(str(value))}"):
+            load(model, row)
+    for text in (None, "[1]", "{"):
+        file.unlink() if text is None else file.write_text(text)
+        with pytest.raises(ConfigError, match=r"which images need .*: copy the file of the model"):
+            load(model, row)
+    own.update(dict.fromkeys(["do_resize", "resample", "rescale_factor"]))  # as transformers' own when null
     file.write_text(json.dumps(own))
+    assert len(load(model, row).train) == 1
     with pytest.raises(ConfigError, match=r"data\.max_image_pixels: the model's images have 256 pixels or more"):
         load(model, row, data={"max_image_pixels": 100})
+
+
+def test_file_without_a_value_means_that_of_transformers(model: Path, family: str) -> None:
+    """The colors of Qwen3-VL are not those that transformers takes then."""
+    row = {"prompt": asks({"type": "image"}), "images": ["a.png"]}
+    file = model / "preprocessor_config.json"
+    own = json.loads(file.read_text())
+    del own["image_mean"]
+    file.write_text(json.dumps(own))
+    expected = Qwen2VLImageProcessorPil.from_pretrained(model).image_mean
+    if FAMILIES[family].mean == tuple(expected):
+        assert len(load(model, row).train) == 1
+    else:
+        with pytest.raises(ConfigError, match=rf"has image_mean {re.escape(str([*expected]))}"):
+            load(model, row)
+    for size in ({"height": 16, "width": 16}, 224):
+        for limit in ("min_pixels", "max_pixels"):
+            own.pop(limit, None)
+        file.write_text(json.dumps({**own, "image_mean": FAMILIES[family].mean, "size": size}))
+        with pytest.raises(ConfigError, match="images need shortest_edge and longest_edge"):
+            load(model, row)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"vision_config": 1}, {"vision_config": {"patch_size": 14}, "image_token_id": 3}]
+)
+def test_incomplete_configuration_is_refused(family: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.json of {family}: .* is missing .*: add it"):
+        vision_of({"model_type": family, **wrong})
 
 
 def test_limits_of_pixels_are_those_of_transformers(model: Path) -> None:

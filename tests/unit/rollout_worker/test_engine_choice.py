@@ -87,7 +87,7 @@ def test_vllm_holds_several_adapters_only_if_told_to(engine: EngineName, given: 
         ("logprobs_mode", "processed_logits", "use processed_logprobs or raw_logprobs"),
         ("max_num_batched_tokens", 8192, ""),
         ("speculative_config", {"method": "ngram"}, ""),
-        ("limit_mm_per_prompt", {"image": 2}, "a prompt has the images of its row"),
+        ("limit_mm_per_prompt", {"image": 2}, 'so only {"image": 0} is accepted'),
         ("limit_mm_per_prompt", {"image": 0}, ""),
         ("mm_processor_kwargs", {"size": 1}, "images are computed as the trainer prepares them"),
     ],

@@ -23,7 +23,7 @@ REFUSED_ARGUMENTS: Mapping[str, str] = {
     "mm_encoder_only": "a worker generates text",
     "enable_mm_embeds": "images are computed with the published weights",
     "video_pruning_rate": "models see images, and no videos",
-    "limit_mm_per_prompt": "a prompt has the images of its row, but for 0, with which the worker takes none",
+    "limit_mm_per_prompt": 'a prompt has all images of its row, so only {"image": 0} is accepted',
     "runner": "a worker generates text",
     "convert": "a worker generates text",
 }
