@@ -331,5 +331,6 @@ def _dataset(source: str, path: Path, split: str, subset: str | None) -> Iterato
                 "or the split of the set in eval.sets"
             )
         found = found[split]
-    for number, values in enumerate(found, 1):
+    # Images stay as they are stored: decoding them here would open any path or URL that the dataset names.
+    for number, values in enumerate(found.to_iterable_dataset().decode(enable=False), 1):
         yield Row(source, f"row {number}", values)

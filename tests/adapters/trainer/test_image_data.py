@@ -99,6 +99,28 @@ def test_parquet_of_datasets_has_bytes(model: Path, tmp_path: Path) -> None:
     assert ints(data.train[0].tokens) == SHOWN
 
 
+def test_dataset_with_images_opens_no_file_outside_of_its_folder(model: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    picture("red").save(tmp_path / "outside.png")
+    features = datasets.Features(
+        {
+            "prompt": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+            "images": datasets.List(datasets.Image()),
+        }
+    )
+    prompt = [{"role": "user", "content": "<image> which "}]
+
+    def load_saved(image: dict[str, Any]) -> Data:
+        saved = datasets.Dataset.from_dict({"prompt": [prompt], "images": [[image]]}, features=features)
+        (tmp_path / "saved").mkdir(exist_ok=True)
+        pytest.importorskip("pyarrow.parquet").write_table(saved.data.table, tmp_path / "saved" / "train.parquet")
+        return load_data(parse(job(tmp_path, data={"train": str(tmp_path / "saved")})), model)
+
+    assert ints(load_saved({"bytes": png(picture("red")), "path": "a.png"}).train[0].tokens) == SHOWN
+    with pytest.raises(ConfigError, match="the folder of the data: put it there"):
+        load_saved({"bytes": None, "path": str(tmp_path / "outside.png")})
+
+
 def test_images_are_shown_in_the_order_of_the_messages(model: Path) -> None:
     first, second = ({"type": "image"}, {"type": "image"})
     (prompt, other) = load(
