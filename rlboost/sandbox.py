@@ -57,7 +57,7 @@ exec $shell -c 'trap "" HUP INT QUIT TERM USR1 USR2 ALRM PIPE; while read -r lin
 # The last line ends the output, which processes that the command has left in the background may hold open. Processes of
 # other users cannot read its mark, as they could in an argument. When memory runs out, the command's processes are
 # killed before the container's first one.
-_MARK = "RLBOOST_SANDBOX_MARK"
+_MARK = "SANDBOX_MARK"
 _COMMAND = f"""
 exec 2> /dev/null
 mark=${_MARK}; unset {_MARK}

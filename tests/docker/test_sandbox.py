@@ -134,7 +134,7 @@ async def test_container_has_no_network_and_few_rights(sandbox: Sandbox) -> None
 
 
 async def test_program_of_another_user_cannot_end_a_verifiers_command(sandbox: Sandbox) -> None:
-    program = "tr '\\0' '\\n' < $f | sed 's/^RLBOOST_SANDBOX_MARK=//' | grep -x '[0-9a-f]\\{16\\}'"
+    program = "tr '\\0' '\\n' < $f | sed 's/^SANDBOX_MARK=//' | grep -x '[0-9a-f]\\{16\\}'"
     seen = f"for f in /proc/[0-9]*/cmdline /proc/[0-9]*/environ; do {program}; done 2> /dev/null"
     await sandbox.write("/seen", seen.encode())
     assert len((await sandbox.exec("sh /seen")).output.split()) == 1  # root's own

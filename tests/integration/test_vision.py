@@ -126,7 +126,7 @@ async def test_samples_see_their_own_images(
         Shown(folder, vision, SHORT, picture("blue")),
         Shown(folder, vision, [*SHORT[:5], *SHORT], picture("green"), picture("white", size=(16, 24))),
     ]
-    asked = [(shown[i % 3], shown[i % 3].request(i, max_tokens=8 + i, **NO_IMAGE)) for i in range(9)]
+    asked = [(shown[i % 3], shown[i % 3].request(i, max_tokens=24 + i, **NO_IMAGE)) for i in range(9)]
     plain = request(20, prompt=[2, 6, 8, 9, 1, 2, 7], max_tokens=20)
     engine.submit([plain])
     made = await run(engine, asked)
@@ -135,7 +135,7 @@ async def test_samples_see_their_own_images(
         assert one.logprobs == pytest.approx(prompt.logprobs(model, one.tokens), abs=1e-4)
     assert shown[0].logprobs(model, made[0].tokens) != pytest.approx(shown[1].logprobs(model, made[0].tokens), abs=0.1)
     n_prompts = sum(len(one.ids) for one in shown)
-    assert engine.prefilled_tokens_total < 2 * n_prompts, "samples of a prompt share its keys and values"
+    assert engine.prefilled_tokens_total < 3 * n_prompts, "samples of a prompt share its keys and values"
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
