@@ -14,9 +14,9 @@ import tomllib
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from rlboost.agents import Session
 from rlboost.sandbox import Sandbox, SandboxBroken, build, require_engine
@@ -60,6 +60,9 @@ def _checked_env(env: dict[str, str]) -> dict[str, str]:
     return env
 
 
+Env = Annotated[dict[str, str], AfterValidator(_checked_env)]
+
+
 class EnvironmentSection(_Section):
     """The container."""
 
@@ -67,35 +70,31 @@ class EnvironmentSection(_Section):
     docker_image: str | None = None
     cpus: float = Field(1.0, gt=0)
     memory_mb: int = Field(2048, ge=16)
-    memory: str | None = None
     storage_mb: int | None = None
     storage: str | None = None
-    """Neither is enforced."""
+    """Neither of the two is enforced."""
     gpus: Literal[0] = 0
     os: Literal["linux"] = "linux"
     network_mode: Literal["public", "no-network"] = "public"
     allow_internet: bool = True
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Env = Field(default_factory=dict)
     workdir: str | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _checked_env(self.env)
-        if self.memory is not None and not _SIZE.fullmatch(self.memory):
-            raise ValueError(f"memory is {self.memory!r}: write memory_mb")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _in_mib(cls, given: Any) -> Any:
+        """Read the older key `memory`, such as `2G`."""
+        if not isinstance(given, dict) or given.get("memory") is None:
+            return given
+        if (found := _SIZE.fullmatch(str(given["memory"]))) is None:
+            raise ValueError(f"memory is {given['memory']!r}: write memory_mb")
+        mib = int(float(found[1]) * (1024 if found[2].upper() == "G" else 1))
+        return {**{name: value for name, value in given.items() if name != "memory"}, "memory_mb": mib}
 
     @property
     def asks_for_internet(self) -> bool:
         """Return True if its commands are meant to reach the internet."""
         return self.allow_internet and self.network_mode == "public"
-
-    @property
-    def memory_mib(self) -> int:
-        """Return its memory."""
-        if self.memory is None or (found := _SIZE.fullmatch(self.memory)) is None:
-            return self.memory_mb
-        return int(float(found[1]) * (1024 if found[2].upper() == "G" else 1))
 
 
 class AgentSection(_Section):
@@ -108,12 +107,7 @@ class AgentSection(_Section):
 class VerifierSection(AgentSection):
     """The tests."""
 
-    env: dict[str, str] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _checked_env(self.env)
-        return self
+    env: Env = Field(default_factory=dict)
 
 
 class TaskFile(_Section):
@@ -235,7 +229,7 @@ class Tasks:
             image,
             purpose=session.sample,
             cpus=environment.cpus,
-            memory_mb=environment.memory_mib,
+            memory_mb=environment.memory_mb,
             network=bool(self._network) and environment.asks_for_internet,
             env=environment.env,
             start_limit_s=start_limit_s,

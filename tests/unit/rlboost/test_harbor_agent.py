@@ -26,7 +26,7 @@ def test_task_is_read_with_its_limits(tmp_path: Path) -> None:
         write_task(tmp_path / "a", environment='memory = "1.5G"\nallow_internet = false\nmcp_servers = []')
     )
     assert task.instruction == "Write 4."
-    assert task.file.environment.memory_mib == 1536
+    assert task.file.environment.memory_mb == 1536
     assert not task.file.environment.asks_for_internet
     assert task.limit_s == 600 + START_LIMIT_S + 30 + 30
 
@@ -40,6 +40,7 @@ def test_task_is_read_with_its_limits(tmp_path: Path) -> None:
         ("environment", 'healthcheck = {command = "a"}', r"environment.healthcheck"),
         ("environment", 'mcp_servers = [{name = "a"}]', r"environment.mcp_servers"),
         ("environment", 'memory = "much"', r"memory is 'much'"),
+        ("environment", 'memory = "8M"', r"environment.memory_mb"),
         ("environment", 'env = {KEY = "${KEY}"}', r"env.KEY is '\$\{KEY\}'"),
         ("verifier", 'env = {KEY = "${KEY:-a}"}', r"env.KEY is"),
         ("agent", "timeout_secs = 3", r"agent.timeout_secs"),
