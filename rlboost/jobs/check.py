@@ -42,10 +42,9 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.data import (
     DpoDataSpec,
-    EvalDataSpec,
     OfflineDataSpec,
+    PromptDataSpec,
     RewardDataSpec,
-    RlDataSpec,
     Rows,
     SftDataSpec,
 )
@@ -539,7 +538,7 @@ def _rows(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
     return None
 
 
-def _prompt(spec: RlDataSpec | EvalDataSpec | OfflineDataSpec, key: str, row: Row, *, sees_images: bool) -> object:
+def _prompt(spec: PromptDataSpec | OfflineDataSpec, key: str, row: Row, *, sees_images: bool) -> object:
     if isinstance(spec, SftDataSpec):
         return examples_of(row.values, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
     if isinstance(spec, RewardDataSpec):

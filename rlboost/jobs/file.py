@@ -71,7 +71,12 @@ _NAMES = ("name", "model")
 _COPIED = ("environment", "agent", "models", "reward", "sampling")
 _COPIED_FROM = {
     "data": (
-        *("eval", "eval_split", "subset", "prompt_key", "system_prompt", "chat_template_kwargs"),
+        "eval",
+        "eval_split",
+        "subset",
+        "prompt_key",
+        "system_prompt",
+        "chat_template_kwargs",
         "max_prompt_tokens",
     ),
     "trainer": (

@@ -90,13 +90,18 @@ class TrainDataSpec(DataSpec):
     """Prompts per step; with kind `sft`, rows per step; with kinds `dpo` and `reward`, pairs per step."""
 
 
-class RlDataSpec(TrainDataSpec):
-    """Prompts for reinforcement learning."""
+class PromptDataSpec(DataSpec):
+    """Prompts whose completions the model generates."""
 
     system_prompt: str | None = None
     """Makes each prompt that is text a message of the user, which the chat template renders after a system message with
     this text, or alone if it is empty (`""`). Prompts of chat messages get the system message, too; those that have one
     are an error."""
+
+
+class RlDataSpec(PromptDataSpec, TrainDataSpec):
+    """Prompts for reinforcement learning."""
+
     curriculum: CurriculumSpec | None = None
     """Skips prompts because of the rewards of their earlier groups."""
 
@@ -136,13 +141,9 @@ class RewardDataSpec(DpoDataSpec):
     """
 
 
-class EvalDataSpec(DataSpec):
+class EvalDataSpec(PromptDataSpec):
     """Held-out prompts only."""
 
-    system_prompt: str | None = None
-    """Makes each prompt that is text a message of the user, which the chat template renders after a system message with
-    this text, or alone if it is empty (`""`). Prompts of chat messages get the system message, too; those that have one
-    are an error."""
     train: ClassVar[None] = None
     prompts_per_step: ClassVar[int] = 0
     curriculum: ClassVar[None] = None
