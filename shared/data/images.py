@@ -190,8 +190,7 @@ class ImageReader:
         """Return an image's bytes as `shared.data.vision` describes them.
 
         Args:
-            given: a path, a `data:` URL, a mapping with `bytes` or `path` as Hugging Face datasets have it, or an image
-                of Pillow.
+            given: a path, a `data:` URL, or a mapping with `bytes` or `path`, as Hugging Face datasets have it.
             folder: where the paths of the row are; None: it has none.
 
         Raises:
@@ -203,8 +202,7 @@ class ImageReader:
         except ImportError as error:
             raise ConfigError(f"images need Pillow: {pip_install('trainer')}") from error
         try:
-            image = given if isinstance(given, Image.Image) else Image.open(_source(given, folder), formats=_FORMATS)
-            whole = _in_rgb(ImageOps.exif_transpose(image))
+            whole = _in_rgb(ImageOps.exif_transpose(Image.open(_source(given, folder), formats=_FORMATS)))
         except ConfigError:
             raise
         except UnidentifiedImageError as error:

@@ -198,15 +198,15 @@ def _jsonl(source: str, path: Path) -> Iterator[Row]:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
-                place, is_array = f"line {number}", number == 1 and line.lstrip().startswith("[")
-                try:
-                    values = None if is_array else parse_json(line)
-                except (ValueError, RecursionError) as error:
-                    raise BadRow(source, place, f"not JSON: {error}") from error
-                if is_array:
+                place = f"line {number}"
+                if number == 1 and line.lstrip().startswith("["):
                     raise BadRow(
                         source, place, "a JSON array begins: name such a file .json, or give an object per line"
                     )
+                try:
+                    values = parse_json(line)
+                except (ValueError, RecursionError) as error:
+                    raise BadRow(source, place, f"not JSON: {error}") from error
                 yield Row(source, place, _required_object(source, place, values))
 
 

@@ -43,9 +43,10 @@ def register() -> None:
         LinearBase._cpu_skip_gemm_dispatch = True  # noqa: SLF001 - which vLLM sets for some layers
     _continue_grammars()
     parent = parent_process()
-    if parent is not None:
-        _compute_parts_of_seeded_prompts()
-    if parent is not None and os.environ.get(PARENT_VARIABLE) == str(parent.pid):
+    if parent is None:
+        return
+    _compute_parts_of_seeded_prompts()
+    if os.environ.get(PARENT_VARIABLE) == str(parent.pid):
         threading.Thread(target=_exit_after, args=(parent,), name="exit-with-worker", daemon=True).start()
 
 
