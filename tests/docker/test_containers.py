@@ -10,8 +10,6 @@ import ipaddress
 import json
 import os
 import secrets
-import shutil
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,15 +25,9 @@ BUILD_LIMIT_S, UP_LIMIT_S = 1800, 300
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(BUILD_LIMIT_S + UP_LIMIT_S + 3 * JOB_LIMIT_S)]
 
 
-def _engine_answers() -> bool:
-    return subprocess.run(["docker", "info"], capture_output=True, check=False).returncode == 0
-
-
 @pytest.fixture(scope="module")
 def address() -> str:
     """Return this machine's address on Docker's default bridge."""
-    if shutil.which("docker") is None or not _engine_answers():
-        pytest.skip("no Docker engine answers")
     gateway, subnet = (
         docker(
             "network", "inspect", "bridge", "--format", "{{with index .IPAM.Config 0}}{{.Gateway}} {{.Subnet}}{{end}}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -23,15 +22,6 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(420)]
 
 IMAGE = "python:3.11-slim"
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def _engine() -> None:
-    if (
-        shutil.which("docker") is None
-        or subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0
-    ):
-        pytest.skip("no Docker engine answers")
 
 
 def left() -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -36,15 +35,6 @@ asyncio.run(main())
 
 def left() -> list[str]:
     return docker("ps", "--all", "--quiet", "--filter", f"label={LABEL}={TEST}").split()
-
-
-@pytest.fixture(autouse=True)
-def _engine() -> None:
-    if (
-        shutil.which("docker") is None
-        or subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0
-    ):
-        pytest.skip("no Docker engine answers")
 
 
 @pytest.fixture

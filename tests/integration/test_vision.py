@@ -20,7 +20,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from rlboost.services.rollout_worker.adapters.store_weights import ModelFolderSeeder  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
-from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402
 from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder  # noqa: E402
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402
@@ -47,19 +46,24 @@ from rlboost.shared.weights.torch_tensors import named_shards  # noqa: E402
 from rlboost.shared.wire import F32, I32, pack, unpack  # noqa: E402
 from tests.support import tiny_models, tiny_vision  # noqa: E402
 from tests.support.adapter_versions import pulled_base  # noqa: E402
-from tests.support.engines import Collected, Collector, FreePasses, request  # noqa: E402
+from tests.support.engines import FreePasses, request  # noqa: E402
 from tests.support.policy_comparison import assert_trained_equally, bits, values  # noqa: E402
 from tests.support.recorded_run import KEY  # noqa: E402
 from tests.support.staged_versions import pulled  # noqa: E402
 from tests.support.staged_weights import Staged  # noqa: E402
-from tests.support.tiny_vision import IMAGE, Shown, picture  # noqa: E402
+from tests.support.tiny_vision import (  # noqa: E402
+    IMAGE,
+    NO_IMAGE,
+    SHORT,
+    Shown,
+    check_reasons_without_images,
+    picture,
+    png,
+    run,
+)
 
-SHORT = [2, 6, 3, IMAGE, 4, 8, 9, 1, 2, 7]
-"""A prompt with one image."""
 WIDE = (40, 24), (24, 64), (8, 48)
 """Sizes of images of more tokens than a window of the tower has."""
-NO_IMAGE: dict[str, Any] = {"logit_bias": ((IMAGE, -1e4),)}
-"""The completion has no `IMAGE`."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -93,20 +97,12 @@ async def engine(folder: Path, model: Any) -> AsyncIterator[TorchEngine]:
     await engine.close()
 
 
-async def run(engine: TorchEngine, asked: Sequence[tuple[Shown, Request]]) -> list[Collected]:
-    collector = Collector(engine)
-    engine.submit([one for _, one in asked])
-    for shown, one in asked:
-        engine.set_images(one.key, shown.data)
-    return await collector.all_ended([one for _, one in asked])
-
-
 def test_patches_and_positions_are_those_of_transformers(folder: Path, vision: VisionConfig, model: Any) -> None:
     reader, processor = ImageReader.of(folder, vision), Qwen2VLImageProcessorPil.from_pretrained(folder)
     for size in ((16, 16), (40, 24), (33, 70), (100, 90), (7, 9)):
         image = picture("red", 1, size)
         expected = processor(images=[image], return_tensors="np")
-        values, grid = patches(decode(reader.read(image, None), vision), vision)
+        values, grid = patches(decode(reader.read({"bytes": png(image)}, None), vision), vision)
         assert [[1, *grid]] == expected["image_grid_thw"].tolist()
         assert np.array_equal(values, expected["pixel_values"])
     grids = [(4, 4), (6, 4)]
@@ -168,22 +164,7 @@ async def test_new_weights_see_images_anew(
 async def test_request_without_its_images_ends_with_the_reason(
     engine: TorchEngine, folder: Path, vision: VisionConfig
 ) -> None:
-    shown = Shown(folder, vision, SHORT, picture("red"))
-    larger = Shown(folder, vision, SHORT, picture("red", size=(24, 24)))
-    collector = Collector(engine)
-    asked = [shown.request(i) for i in range(4)]
-    engine.submit(asked)
-    engine.set_images(asked[0].key, "no such chunk")
-    engine.set_images(asked[1].key, larger.data)
-    engine.set_images(asked[2].key, [b"x"])
-    engine.set_images(asked[3].key, shown.data)
-    made = await collector.all_ended(asked)
-    assert [one.error.partition(":")[0] for one in made] == [
-        "no such chunk",
-        "its images are not those of its prompt",
-        "its images are not those of its prompt",
-        "",
-    ]
+    await check_reasons_without_images(engine, folder, vision)
 
 
 def policy_of(images: Path, n_ranks: int = 1, **settings: Any) -> TorchPolicy:

@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch")
 
 from rlboost.services.rollout_worker.adapters.tokenizer import tokenizer_for_grammars  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
-from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402
 from rlboost.services.rollout_worker.ports import Engine  # noqa: E402
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402
 from rlboost.services.trainer.adapters.torch.ranks import Layout  # noqa: E402
@@ -25,12 +24,20 @@ from rlboost.shared.job.training import OptimizerSpec  # noqa: E402
 from rlboost.shared.model.folder import read_config  # noqa: E402
 from rlboost.shared.wire import F32, I32, pack, unpack  # noqa: E402
 from tests.support import tiny_models, tiny_vision, vllm_engines  # noqa: E402
-from tests.support.engines import Collected, Collector, request  # noqa: E402
+from tests.support.engines import Collector, request  # noqa: E402
 from tests.support.engines import run as run_texts  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402
 from tests.support.model_folder import write_character_tokenizer  # noqa: E402
 from tests.support.staged_weights import Staged  # noqa: E402
-from tests.support.tiny_vision import IMAGE, Shown, picture  # noqa: E402
+from tests.support.tiny_vision import (  # noqa: E402
+    IMAGE,
+    NO_IMAGE,
+    SHORT,
+    Shown,
+    check_reasons_without_images,
+    picture,
+    run,
+)
 
 # The tests share one vLLM, which belongs to an event loop.
 pytestmark = [
@@ -40,10 +47,6 @@ pytestmark = [
 ]
 
 HEAD_DIM = 32
-SHORT = [2, 6, 3, IMAGE, 4, 8, 9, 1, 2, 7]
-"""A prompt with one image."""
-NO_IMAGE: dict[str, Any] = {"logit_bias": ((IMAGE, -1e4),)}
-"""The completion has no `IMAGE`."""
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +85,6 @@ async def engine(
     await engine.load_weights(0, Staged(tiny_models.weights(make())))
     yield engine
     await engine.close()
-
-
-async def run(engine: Engine, asked: Sequence[tuple[Shown, Request]]) -> list[Collected]:
-    collector = Collector(engine)
-    engine.submit([one for _, one in asked])
-    for shown, one in asked:
-        engine.set_images(one.key, shown.data)
-    return await collector.all_ended([one for _, one in asked])
 
 
 def expected(engine: Engine, shown: Shown, model: Any, tokens: Sequence[int]) -> list[float]:
@@ -194,22 +189,7 @@ async def test_suspended_sample_continues_with_its_images(
 async def test_request_without_its_images_ends_with_the_reason(
     engine: Engine, folder: Path, vision: VisionConfig
 ) -> None:
-    shown = Shown(folder, vision, SHORT, picture("red"))
-    larger = Shown(folder, vision, SHORT, picture("red", size=(24, 24)))
-    collector = Collector(engine)
-    asked = [shown.request(i) for i in range(4)]
-    engine.submit(asked)
-    engine.set_images(asked[0].key, "no such chunk")
-    engine.set_images(asked[1].key, larger.data)
-    engine.set_images(asked[2].key, [b"x"])
-    engine.set_images(asked[3].key, shown.data)
-    made = await collector.all_ended(asked)
-    assert [one.error.partition(":")[0] for one in made] == [
-        "no such chunk",
-        "its images are not those of its prompt",
-        "its images are not those of its prompt",
-        "",
-    ]
+    await check_reasons_without_images(engine, folder, vision)
 
 
 @pytest.mark.parametrize("argument", [{"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0}}], ids=str)

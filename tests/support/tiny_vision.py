@@ -20,15 +20,20 @@ from transformers import (
 )
 
 from rlboost.services.rollout_worker.domain.requests import Request
+from rlboost.services.rollout_worker.ports import Engine
 from rlboost.shared.data.images import ImageReader
 from rlboost.shared.data.vision import FAMILIES, VisionConfig, decode, expanded, patches
 from rlboost.shared.weights.manifest import digest_of
-from tests.support.engines import request
+from tests.support.engines import Collected, Collector, request
 
 SPECIAL = ("<pad>", "<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 COLORS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220), "white": (235, 235, 235)}
 WORDS = (*SPECIAL, "user", "assistant", "which", "color", "and", *COLORS)
 IMAGE = WORDS.index("<|image_pad|>")
+SHORT = [2, 6, 3, IMAGE, 4, 8, 9, 1, 2, 7]
+"""A prompt with one image."""
+NO_IMAGE: dict[str, Any] = {"logit_bias": ((IMAGE, -1e4),)}
+"""The completion has no `IMAGE`."""
 SIDE = 16
 """Pixels of a picture, which has four tokens."""
 TEMPLATE = (
@@ -158,7 +163,7 @@ class Shown:
     def __init__(self, folder: Path, vision: VisionConfig, ids: Sequence[int], *given: Any) -> None:
         reader = ImageReader.of(folder, vision)
         self.vision = vision
-        self.data = [reader.read(one, None) for one in given]
+        self.data = [reader.read({"bytes": png(one)}, None) for one in given]
         self.images = tuple((digest_of(one), len(one)) for one in self.data)
         self.ids = expanded(ids, [reader.grid(one) for one in self.data], vision)
 
@@ -186,3 +191,32 @@ class Shown:
         scores = torch.log_softmax(logits.float(), -1)
         found: list[float] = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
         return found
+
+
+async def run(engine: Engine, asked: Sequence[tuple[Shown, Request]]) -> list[Collected]:
+    """Return what an engine generates for requests, given their images."""
+    collector = Collector(engine)
+    engine.submit([one for _, one in asked])
+    for shown, one in asked:
+        engine.set_images(one.key, shown.data)
+    return await collector.all_ended([one for _, one in asked])
+
+
+async def check_reasons_without_images(engine: Engine, folder: Path, vision: VisionConfig) -> None:
+    """Check that a request without the images of its prompt ends with the reason, and no other."""
+    shown = Shown(folder, vision, SHORT, picture("red"))
+    larger = Shown(folder, vision, SHORT, picture("red", size=(24, 24)))
+    collector = Collector(engine)
+    asked = [shown.request(i) for i in range(4)]
+    engine.submit(asked)
+    engine.set_images(asked[0].key, "no such chunk")
+    engine.set_images(asked[1].key, larger.data)
+    engine.set_images(asked[2].key, [b"x"])
+    engine.set_images(asked[3].key, shown.data)
+    made = await collector.all_ended(asked)
+    assert [one.error.partition(":")[0] for one in made] == [
+        "no such chunk",
+        "its images are not those of its prompt",
+        "its images are not those of its prompt",
+        "",
+    ]
