@@ -256,11 +256,11 @@ class Machine:
     0: it ends without one."""
 
     def publish_s(self, share: float) -> float:
-        """Return the upload time of a version of which `share` is sent."""
+        """Return the upload time of this share of a version."""
         return share * self.weights_bytes / self.store_bytes_per_s
 
     def pull_s(self, share: float, pulling: int, *, peers: bool) -> float:
-        """Return the download time of a version of which `share` is sent, while `pulling` instances download."""
+        """Return the download time of this share of a version, while `pulling` instances download."""
         star_s = pulling * share * self.weights_bytes / self.store_bytes_per_s
         store_s = share * self.weights_bytes / self.store_bytes_per_s if peers else star_s
         return self.pull_latency_s + max(share * self.weights_bytes / self.instance_bytes_per_s, store_s)

@@ -44,7 +44,7 @@ class MlflowSpec(Section):
     """A run of MLflow. MLFLOW_TRACKING_URI and credentials are read from the trainer's environment."""
 
     experiment: str = Field(min_length=1)
-    """Experiment of the run; it is created if there is none of this name."""
+    """Experiment of the run; it is created if it does not exist."""
     tags: dict[str, str] = Field(default_factory=dict)
     """Tags of the run."""
 

@@ -161,7 +161,7 @@ def _turn_advice(spec: JobSpec, tokens: PromptTokenizer) -> Iterator[str]:
 
 
 def _prefill_advice(spec: JobSpec, read: Sequence[Sequence[Prompt]]) -> Iterator[str]:
-    """Yield a warning for each source of prompts of which each ends with an answer, as rows for fine-tuning do.
+    """Yield a warning for each source whose prompts all end with an answer, as rows for fine-tuning do.
 
     Args:
         spec: the job file.

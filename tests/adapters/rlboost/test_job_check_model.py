@@ -157,7 +157,7 @@ def test_special_token_that_the_tokenizer_lacks_is_noted(monkeypatch: pytest.Mon
 
 
 def test_prompts_with_answers_and_turns_that_no_completion_ends_are_warned_of(folder: Path) -> None:
-    """Rows for fine-tuning as prompts, and a chat template with an end of turn that is none of the end tokens."""
+    """Rows for fine-tuning as prompts, and a chat template with an end of turn that is not among the end tokens."""
     turn = "{{ 't7' if m.role == 'assistant' else 't3' }} {{ m.content }} <pad>"
     prompted = "{% if add_generation_prompt %}t7 {% endif %}"
     with_chat_template(folder / "base", f"{{% for m in messages %}}{turn} {{% endfor %}}{prompted}")
