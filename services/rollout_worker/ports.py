@@ -101,7 +101,7 @@ class Engine(Protocol):
         """
 
     def take_emissions(self) -> list[Emission]:
-        """Return everything since the last call, at most one emission per (sample, attempt, version).
+        """Return everything since the last call, an emission per (sample, attempt) and load of weights for its job.
 
         The emissions of one request are in the order of its tokens.
         """

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import pytest
+
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.services.rollout_worker.domain.speculation import PassTimes
 from rlboost.services.rollout_worker.ports import Engine
@@ -82,6 +84,13 @@ class Collector:
 
     def take_emissions(self) -> list[Emission]:
         emissions = self.engine.take_emissions()
+        try:
+            self._join(emissions)
+        except AssertionError as error:
+            pytest.fail(f"the engine broke its contract: {error}")  # not to be taken for "not yet" by `eventually`
+        return emissions
+
+    def _join(self, emissions: list[Emission]) -> None:
         assert len({(e.sample, e.attempt, e.version) for e in emissions}) == len(emissions)
         for emission in emissions:
             made = self.of.setdefault((emission.sample, emission.attempt), Collected(emission.offset))
@@ -94,7 +103,6 @@ class Collector:
             made.finish, made.error = emission.finish, emission.error
             made.routed_experts = emission.routed_experts
             made.top_logprobs += emission.top_logprobs
-        return emissions
 
     def made(self, sample: int, attempt: int = 1) -> int:
         """Take the emissions, and return how many tokens the request has."""

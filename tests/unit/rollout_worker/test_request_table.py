@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -27,6 +29,7 @@ class Batch(RuleBasedStateMachine):
         """Whose keys and values a cache would hold in each slot."""
         self.lengths: dict[int, int] = {}
         self.made: dict[int, list[int]] = {}
+        self.n_versions = 0
         self.versions: dict[int, list[int]] = {}
         self.aborted: dict[int, int] = {}
         """How many tokens each aborted sample had by then."""
@@ -37,7 +40,8 @@ class Batch(RuleBasedStateMachine):
     @rule(n=st.integers(1, 9))
     def submit(self, n: int) -> None:
         sample = len(self.lengths)
-        self.rows.submit([request(sample, prompt=[1] * (1 + sample % 3), max_tokens=n)])
+        asked = request(sample, prompt=[1] * (1 + sample % 3), max_tokens=n)
+        self.rows.submit([replace(asked, job_id="a" if sample % 2 else "")])
         self.lengths[sample], self.made[sample] = n, []
 
     @rule(budget=st.integers(1, 20))
@@ -78,13 +82,16 @@ class Batch(RuleBasedStateMachine):
         self.rows.reorder(np.array(order, int))
         self.cached[: self.rows.n] = [self.cached[row] for row in order]
 
-    @rule()
-    def begin_version(self) -> None:
-        self.rows.begin_version(self.rows.version + 1)
+    @rule(job_id=st.sampled_from(["", "a"]))
+    def begin_version(self, job_id: str) -> None:
+        self.n_versions += 1
+        self.rows.begin_version(self.n_versions, job_id)
 
     @rule()
     def take_emissions(self) -> None:
-        for emission in self.rows.take_emissions():
+        emissions = self.rows.take_emissions()
+        assert len({(emission.sample, emission.version) for emission in emissions}) == len(emissions)
+        for emission in emissions:
             sample = emission.sample
             assert sample not in self.ended
             assert emission.offset == len(self.made[sample])
