@@ -77,6 +77,7 @@ _REMEDIES = {
     "OOM": "raise its maxmemory; what consumers have read is trimmed in the meantime",
     "READONLY": "it is a replica: waiting for the primary",
     "MASTERDOWN": "waiting for its primary",
+    "UNBLOCKED": "it became a replica during a read: waiting for the primary",
     "CLUSTERDOWN": "waiting for the cluster",
     "LOADING": "it loads its data",
     "BUSY": "it runs a script",
@@ -195,7 +196,7 @@ class RedisBus:
             raise BusUnavailable(f"Redis at {self.address}: {text or type(error).__name__}") from error
         except ResponseError as error:
             code = reply_code(error)
-            if code == "READONLY":
+            if code in {"READONLY", "UNBLOCKED"}:
                 # After a failover: this connection is to the former primary. A new one may reach the new primary.
                 await self._redis.connection_pool.disconnect(inuse_connections=False)
             if advice := remedy(error):

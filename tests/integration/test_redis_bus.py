@@ -115,6 +115,30 @@ async def test_operation_without_a_connection_names_the_reason(redis_url: str, m
         await bus.close()
 
 
+async def test_blocked_read_of_a_server_that_becomes_a_replica_is_retryable(redis_url: str) -> None:
+    bus = RedisBus(redis_url)
+    try:
+        reads = [
+            asyncio.create_task(read)
+            for read in (
+                bus.read({"quiet": "0-0"}, block_s=MAX_BLOCK_S),
+                bus.consume("jobs", "group", "consumer", block_s=MAX_BLOCK_S),
+            )
+        ]
+        async with asyncio.timeout(10):
+            while int((await bus.command("INFO", "clients"))["blocked_clients"]) < len(reads):
+                await asyncio.sleep(0.01)
+        await bus.command("REPLICAOF", "127.0.0.1", "1")
+        for read in reads:
+            with pytest.raises(BusUnavailable, match="waiting for the primary"):
+                await read
+        await bus.command("REPLICAOF", "NO", "ONE")
+        await bus.append("quiet", Drain())
+    finally:
+        await bus.command("REPLICAOF", "NO", "ONE")
+        await bus.close()
+
+
 async def test_durability_of_a_server_that_loses_data(redis_url: str) -> None:
     bus = RedisBus(redis_url)
     try:
