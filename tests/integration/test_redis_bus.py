@@ -17,6 +17,7 @@ from rlboost.shared.redis.durability import Durability, durability, refusal
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Append, Fence, HashSet, Op, WrongType
 from rlboost.shared.weights.peers.directory import list_peers
+from tests.support.eventually import eventually
 
 
 @asynccontextmanager
@@ -125,9 +126,11 @@ async def test_blocked_read_of_a_server_that_becomes_a_replica_is_retryable(redi
                 bus.consume("jobs", "group", "consumer", block_s=MAX_BLOCK_S),
             )
         ]
-        async with asyncio.timeout(10):
-            while int((await bus.command("INFO", "clients"))["blocked_clients"]) < len(reads):
-                await asyncio.sleep(0.01)
+
+        async def are_blocked() -> bool:
+            return int((await bus.command("INFO", "clients"))["blocked_clients"]) == len(reads)
+
+        await eventually(are_blocked)
         await bus.command("REPLICAOF", "127.0.0.1", "1")
         for read in reads:
             with pytest.raises(BusUnavailable, match="waiting for the primary"):
