@@ -51,15 +51,17 @@ PROCESSOR = {
 }
 
 
-def config(family: str = "qwen3_vl", head_dim: int = 16) -> Any:
+def config(family: str = "qwen3_vl", head_dim: int = 0) -> Any:
     """Return the configuration of a model whose tower adds features of two layers, or attends in windows.
 
-    On a CPU vLLM needs a `head_dim` of 32, which only `qwen3_vl` can have.
+    On a CPU vLLM needs a `head_dim` of 32.
     """
     older = family == "qwen2_5_vl"
+    head_dim = head_dim or (8 if older else 16)
+    hidden = 4 * head_dim if older else 32
     text: dict[str, Any] = {
         "vocab_size": len(WORDS),
-        "hidden_size": 32,
+        "hidden_size": hidden,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -69,13 +71,11 @@ def config(family: str = "qwen3_vl", head_dim: int = 16) -> Any:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    rope: dict[str, Any] = {"rope_theta": 5e6, "rope_type": "default"}
-    if older:
-        text["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
-    else:
-        sections = [head_dim // 4, head_dim // 8, head_dim // 8]
-        rope |= {"mrope_section": sections, "mrope_interleaved": True}
-        text |= {"head_dim": head_dim, "rope_parameters": rope}
+    sections = [head_dim // 4, head_dim // 8, head_dim // 8]
+    text["rope_parameters"] = {"rope_theta": 5e6, "rope_type": "default", "mrope_section": sections}
+    if not older:
+        text["rope_parameters"]["mrope_interleaved"] = True
+        text["head_dim"] = head_dim
     tower: dict[str, Any] = {
         "depth": 2,
         "hidden_size": 32,
@@ -84,7 +84,7 @@ def config(family: str = "qwen3_vl", head_dim: int = 16) -> Any:
         "patch_size": 4,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
-        "out_hidden_size": 32,
+        "out_hidden_size": hidden,
     }
     if older:
         tower |= {"window_size": 2 * 8, "fullatt_block_indexes": [1]}
@@ -95,7 +95,7 @@ def config(family: str = "qwen3_vl", head_dim: int = 16) -> Any:
     return kind(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
 
 
-def make(seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl", head_dim: int = 16) -> Any:
+def make(seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl", head_dim: int = 0) -> Any:
     """Return a float32 model whose distributions are neither flat nor peaked."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -108,7 +108,7 @@ def make(seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl", head_d
     return model.requires_grad_(requires_grad=False)
 
 
-def write(directory: Path, seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl", head_dim: int = 16) -> Path:
+def write(directory: Path, seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl", head_dim: int = 0) -> Path:
     """Write a model with its processor's files, as those of its family are published, and return the directory."""
     make(seed, steepness, family, head_dim).save_pretrained(directory)
     processor: dict[str, Any] = {**PROCESSOR, "image_mean": FAMILIES[family].mean, "image_std": FAMILIES[family].std}
