@@ -39,7 +39,7 @@ _PROCESSOR = {
     "image_std": [*FAMILIES["qwen2_5_vl"].std],
     "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
 }
-"""Key of `preprocessor_config.json` -> what transformers takes without it; `size` is the least and most pixels."""
+"""Key of the image processor -> what transformers takes without it; `size` is the least and most pixels."""
 _SAME = ("do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize")
 """Of these, those with one value in all families."""
 _MOST_STRETCHED = 200
@@ -151,15 +151,8 @@ class ImageReader:
             ConfigError: its images are prepared in another way than those of its family.
 
         """
-        file = model / "preprocessor_config.json"
-        try:
-            own = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"model {model}: {file.name} cannot be read, which images need ({error}): copy the file of the model "
-                "that this one was trained from"
-            ) from error
-        processor = _PROCESSOR | {name: value for name, value in own.items() if value is not None}
+        file, own = _processor_of(model)
+        processor: dict[str, Any] = {**_PROCESSOR, **{name: one for name, one in own.items() if one is not None}}
         expected = {name: _PROCESSOR[name] for name in _SAME} | {
             "patch_size": vision.patch_size,
             "temporal_patch_size": vision.temporal_patch_size,
@@ -243,6 +236,25 @@ class ImageReader:
             scale = math.sqrt(self._least / (height * width))
             rounded = [factor * math.ceil(n * scale / factor) for n in (height, width)]
         return max(factor, rounded[0]), max(factor, rounded[1])
+
+
+def _processor_of(model: Path) -> tuple[Path, dict[str, Any]]:
+    """Return what a directory says of the preparation of images, and the file: of several the one transformers takes.
+
+    Transformers 5 writes it into `processor_config.json`, earlier releases wrote a file of its own.
+    """
+    file = model / "processor_config.json"
+    try:
+        whole = dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        if "image_processor" in whole:
+            return file, dict(whole["image_processor"])
+        file = model / "preprocessor_config.json"
+        return file, dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"model {model}: {file.name} cannot be read, which images need ({error}): copy the file of the model "
+            "that this one was trained from"
+        ) from error
 
 
 def _in_rgb(image: Any) -> Any:

@@ -234,6 +234,32 @@ def test_processor_that_prepares_images_otherwise_is_refused(model: Path) -> Non
         load(model, row, data={"max_image_pixels": 100})
 
 
+def test_processor_of_transformers_5_is_read(model: Path) -> None:
+    """It comes first where there are both files, as in transformers."""
+    row = {"prompt": asks({"type": "image"}), "images": ["a.png"]}
+    file, newer = model / "preprocessor_config.json", model / "processor_config.json"
+    (of_older,) = load(model, row).train
+    own = Qwen2VLImageProcessorPil.from_pretrained(model).to_dict()
+    newer.write_text(json.dumps({"processor_class": "Qwen3VLProcessor"}))
+    assert load(model, row).train[0].images == of_older.images
+    larger = {**own, "size": {"shortest_edge": 1024, "longest_edge": 4096}}
+    newer.write_text(json.dumps({"processor_class": "Qwen3VLProcessor", "image_processor": larger}))
+    assert Qwen2VLImageProcessorPil.from_pretrained(model).size["shortest_edge"] == 1024
+    (of_newer,) = load(model, row).train
+    assert of_newer.images[0].n_bytes == 3 * 1024 + 8 > of_older.images[0].n_bytes
+    file.unlink()
+    assert load(model, row).train[0].images == of_newer.images
+    newer.write_text(json.dumps({"image_processor": {**own, "resample": 2}}))
+    with pytest.raises(ConfigError, match=r": processor_config\.json has resample 2, and images"):
+        load(model, row)
+    newer.write_text(json.dumps({"image_processor": "none"}))
+    with pytest.raises(ConfigError, match=r": processor_config\.json cannot be read, which images need"):
+        load(model, row)
+    newer.write_text("{}")
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json cannot be read, which images need"):
+        load(model, row)
+
+
 def test_file_without_a_value_means_that_of_transformers(model: Path, family: str) -> None:
     """The colors of Qwen3-VL are not those that transformers takes then."""
     row = {"prompt": asks({"type": "image"}), "images": ["a.png"]}
