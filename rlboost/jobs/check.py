@@ -26,7 +26,7 @@ from rlboost.jobs.model_check import (
 )
 from rlboost.local.layout import DeviceSummary, n_gpus
 from rlboost.shared.data.examples import examples_of, labelled_of, margin_of, pair_of, prompt_of
-from rlboost.shared.data.images import split_images
+from rlboost.shared.data.images import conversation_key, split_images
 from rlboost.shared.data.rows import (
     BadRow,
     Row,
@@ -547,7 +547,8 @@ def _rows(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
 
 def _prompt(spec: PromptDataSpec | OfflineDataSpec, key: str, row: Row, *, sees_images: bool) -> object:
     if isinstance(spec, SftDataSpec):
-        return examples_of(row.values, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
+        shown = split_images(row.values, conversation_key(row.values, key)).values if sees_images else row.values
+        return examples_of(shown, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
     if isinstance(spec, RewardDataSpec):
         if (labelled := labelled_of(row.values, key, spec.chosen_key)) is not None:
             return labelled[0].prompt

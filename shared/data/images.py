@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlboost.shared.data.examples import MESSAGES, Example
 from rlboost.shared.data.messages import parsed_messages
 from rlboost.shared.data.rows import is_messages
-from rlboost.shared.data.vision import FAMILIES, MARK, VisionConfig, encode
+from rlboost.shared.data.vision import FAMILIES, MARK, PLACES, VisionConfig, encode
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages.requests import MAX_IMAGE_BYTES
 from rlboost.shared.process.modules import pip_install
@@ -90,8 +91,30 @@ def split_images(values: Mapping[str, Any], prompt_key: str) -> RowImages:
         raise ConfigError("the row has images in its messages and in a column: give them in one of the two")
     if (n_marks := len(in_parts)) != (n_images := len(of_column or own)):
         raise ConfigError(f"the row has {n_images} images, and its messages show {n_marks}: give as many as they show")
+    if (n_places := str(messages).count(MARK)) != n_images:  # in texts, too
+        raise ConfigError(PLACES.format(n_images=n_images, n_places=n_places))
     rest = {name: value for name, value in values.items() if name not in COLUMNS or name == prompt_key}
     return RowImages({**rest, prompt_key: messages}, of_column or own, columns[0] if columns else "")
+
+
+def conversation_key(values: Mapping[str, Any], prompt_key: str) -> str:
+    """Return the column of the messages that show the images of a row for fine-tuning; see `examples_of`."""
+    return prompt_key if prompt_key in values else MESSAGES
+
+
+def n_before_answer(example: Example) -> int:
+    """Return how many images of its row an example shows, which are all before its completion.
+
+    Raises:
+        ConfigError: its completion shows one.
+
+    """
+    if MARK in str(example.completion):
+        raise ConfigError(
+            "a message of the assistant that is trained shows an image, and models write text only: move the image to "
+            "a message before it, or leave out the row"
+        )
+    return str(example.prompt).count(MARK)
 
 
 def _as_list(value: Any) -> list[Any]:

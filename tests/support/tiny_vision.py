@@ -170,22 +170,33 @@ class Shown:
     def request(self, sample: int, **options: Any) -> Request:
         return request(sample, prompt=self.ids, images=self.images, **options)
 
+    def batch(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the input of transformers' model for a completion, in which `IMAGE` is no image's."""
+        pictures = [patches(decode(one, self.vision), self.vision) for one in self.data]
+        ids = torch.tensor([[*self.ids, *tokens]])
+        kinds = (ids == IMAGE).int()
+        kinds[:, len(self.ids) :] = 0
+        return {
+            "input_ids": ids,
+            "pixel_values": torch.from_numpy(np.concatenate([values for values, _ in pictures])),
+            "image_grid_thw": torch.tensor([(1, *grid) for _, grid in pictures]),
+            "mm_token_type_ids": kinds,
+        }
+
+    def loss(self, model: Any, tokens: Sequence[int]) -> torch.Tensor:
+        """Return transformers' own loss of a completion: the mean over its tokens."""
+        given = self.batch(tokens)
+        labels = given["input_ids"].clone()
+        labels[:, : len(self.ids)] = -100
+        found: torch.Tensor = model(**given, labels=labels, use_cache=False).loss
+        return found
+
     def logprobs(self, model: Any, tokens: Sequence[int], *, among_others: bool = False) -> list[float]:
         """Return what transformers' own forward pass says of a completion, which it takes without `IMAGE` only.
 
         With `among_others` as if that could not be drawn.
         """
-        pictures = [patches(decode(one, self.vision), self.vision) for one in self.data]
-        ids = torch.tensor([[*self.ids, *tokens]])
-        kinds = (ids == IMAGE).int()
-        kinds[:, len(self.ids) :] = 0
-        logits = model(
-            input_ids=ids,
-            pixel_values=torch.from_numpy(np.concatenate([values for values, _ in pictures])),
-            image_grid_thw=torch.tensor([(1, *grid) for _, grid in pictures]),
-            mm_token_type_ids=kinds,
-            use_cache=False,
-        ).logits[0, len(self.ids) - 1 : -1]
+        logits = model(**self.batch(tokens), use_cache=False).logits[0, len(self.ids) - 1 : -1]
         if among_others:
             logits[:, IMAGE] = -torch.inf
         scores = torch.log_softmax(logits.float(), -1)
