@@ -35,8 +35,8 @@ from rlboost.services.trainer.step.durable import DurableCurriculum, DurablePaid
 from rlboost.services.trainer.step.intake import Intake
 from rlboost.services.trainer.step.judging import OtherModels
 from rlboost.services.trainer.step.run import StepRun
-from rlboost.services.trainer.step.scoring import logged_samples
 from rlboost.services.trainer.step.sessions import other_policies, watch_policies
+from rlboost.services.trainer.step.training_rows import logged_samples
 from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, to_json
 from rlboost.shared.streams import names
