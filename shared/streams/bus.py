@@ -1,8 +1,8 @@
 """The message bus as a protocol: the operations on streams, keys and leases that the services use.
 
-`redis.bus.RedisBus` is the real one, `streams.fakes.MemoryBus` the fake; `tests/contract/shared/test_bus_contract.py`
-runs one suite against both. A write whose reply was lost may or may not have taken effect, and no implementation
-retries silently, so every caller is idempotent on its own ids.
+`redis.bus.RedisBus` is the real one, `tests.support.memory_bus.MemoryBus` the fake;
+`tests/contract/shared/test_bus_contract.py` runs one suite against both. A write whose reply was lost may or may not
+have taken effect, and no implementation retries silently, so every caller is idempotent on its own ids.
 """
 
 from __future__ import annotations

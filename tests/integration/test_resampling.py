@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.fakes import FakeRewards, MemoryWeights
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.ids import SampleId
@@ -28,6 +27,7 @@ from tests.support.redis_server import RedisServer
 from tests.support.service_process import ServiceProcess
 from tests.support.sim_worker import SimWorker, check_completion
 from tests.support.stream_entries import read_all
+from tests.support.trainer_fakes import FakeRewards, MemoryWeights
 from tests.support.trainer_rig import JOB, Rig, spec
 
 PLACES, TRIES, GROUP, STEPS = 3, 2, 2, 2

@@ -11,16 +11,16 @@ import pytest
 
 from rlboost.services.rollout_worker.adapters.preemption import Aws, Azure, Google, Metadata, NoticeFile
 from rlboost.services.rollout_worker.app import WorkerApp, WorkerOptions
-from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.life import PreemptionWatch
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
 from rlboost.services.rollout_worker.ports import NoticeSource
 from rlboost.shared.messages import PreemptionNotice, WorkerLeft
 from rlboost.shared.process.waiting import Waits
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.eventually import eventually
 from tests.support.fake_metadata import EVENT_ID, Cloud, FakeMetadata
+from tests.support.memory_bus import MemoryBus
+from tests.support.worker_fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from tests.support.worker_manager import JOB, WorkerManager, assign, at_once
 
 POLL_INTERVAL_S = 0.02

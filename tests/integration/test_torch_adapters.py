@@ -18,7 +18,6 @@ from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights 
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - only where torch is
 from rlboost.services.rollout_worker.adapters.torch.lora import Adapters  # noqa: E402
 from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
-from rlboost.services.rollout_worker.fakes import FakeAdapter  # noqa: E402
 from rlboost.services.rollout_worker.ports import EngineClosed  # noqa: E402
 from rlboost.shared.errors import UnsuitableWeights  # noqa: E402
 from rlboost.shared.weights.cached_version import AdaptedVersion, CachedVersion  # noqa: E402
@@ -36,6 +35,7 @@ from tests.support.engines import request, run  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402
 from tests.support.staged_versions import pulled  # noqa: E402
 from tests.support.staged_weights import shard  # noqa: E402
+from tests.support.worker_fakes import FakeAdapter  # noqa: E402
 
 SLOTS = 24
 Start = Callable[..., Awaitable[Shared]]

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from rlboost.services.trainer.adapters.weights import StorePublisher
-from rlboost.services.trainer.fakes import MemoryWeights
 from rlboost.services.trainer.ports.storage import WeightPublisher
 from rlboost.shared.errors import Conflict, NotFound
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import Shard
 from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.trainer_fakes import MemoryWeights
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, create_app, server_loop
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import Bus, HashSet, Renew
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import WEIGHT_PEERS, weight_claim
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
@@ -41,6 +40,7 @@ from rlboost.shared.weights.peers.source import STORE_ONLY_BYTES, PeerSource, Pe
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller, StoreSource
 from tests.support.eventually import LIMIT_S, eventually
+from tests.support.memory_bus import MemoryBus
 from tests.support.service_process import TOKEN, ServiceProcess
 
 JOB = "job-1"

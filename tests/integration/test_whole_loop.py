@@ -17,7 +17,6 @@ from rlboost.services.trainer.adapters.checkpoint_folder import CheckpointFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts
-from rlboost.services.trainer.fakes import FakeRewards
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.ports.samples import Data, Prompt, RewardBatch, Scores
 from rlboost.services.trainer.ports.storage import JobResources
@@ -32,6 +31,7 @@ from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
 from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.tiny_models import VOCABULARY
+from tests.support.trainer_fakes import FakeRewards
 from tests.support.trainer_rig import JOB, Rig, spec
 
 STEPS = 4

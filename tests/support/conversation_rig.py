@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.services.trainer.domain.batches import TrainingRow
-from rlboost.services.trainer.fakes import FakeChatFormatter, FakeEnvironments
 from rlboost.services.trainer.ports.samples import Scores
 from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.ids import SampleId
@@ -19,6 +18,7 @@ from rlboost.shared.messages import Event, GroupRequested, TurnAnswered
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START
 from tests.support.scripted_manager import Answer, scripted
+from tests.support.trainer_fakes import FakeChatFormatter, FakeEnvironments
 from tests.support.trainer_rig import JOB, Rig, WatchedEngine, spec
 
 TURNS = 3

@@ -20,8 +20,8 @@ from rlboost.services.rollout_manager.api.jobs import build
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.guard import SCOPE_KEY
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.generated_docs import ROOT, write_block
+from tests.support.memory_bus import MemoryBus
 
 _METRIC_CLASSES = {"Counter", "Gauge", "CounterMetricFamily", "GaugeMetricFamily", "SummaryMetricFamily", "_gauge"}
 _EMITTERS = {"emit_event", "_emit_event", "event"}

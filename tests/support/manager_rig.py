@@ -9,8 +9,8 @@ from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.messages import JobReport, JobState
 from rlboost.shared.streams import names
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.jobs import job_file
+from tests.support.memory_bus import MemoryBus
 
 
 class ManagerRig:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.services.trainer.domain.plan import Replacements, plan_step, training_group
-from rlboost.services.trainer.fakes import FakeRewards
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.messages import GroupRequested
 from rlboost.shared.wire import I32, unpack
 from tests.support.scripted_manager import scripted
+from tests.support.trainer_fakes import FakeRewards
 from tests.support.trainer_rig import Rig, spec
 
 PLACES, TRIES, ROWS = 3, 2, 10

@@ -11,9 +11,9 @@ from rlboost.shared.ids import SampleId, request_group
 from rlboost.shared.job.spec import to_json
 from rlboost.shared.messages import GroupRequested, JobCommand, JobReport, Sampling, WeightsCommitted
 from rlboost.shared.streams import names
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire import I32, pack
 from tests.support.jobs import job
+from tests.support.memory_bus import MemoryBus
 from tests.support.sim_worker import SimWorker
 
 

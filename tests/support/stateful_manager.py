@@ -31,9 +31,9 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import HashSet, Trim, after
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire import I32, ints
 from tests.support.builders import group_requested, weights_committed
+from tests.support.memory_bus import MemoryBus
 from tests.support.sim_worker import SimWorker, check_completion
 from tests.support.stream_entries import read_all
 from tests.support.worker_manager import at_once

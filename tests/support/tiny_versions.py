@@ -12,11 +12,11 @@ from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import Chunks, Documents
 from rlboost.shared.process.waiting import Waits
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.weights.access import ManifestKey
 from rlboost.shared.weights.delta_graph import Edge, lists_of
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.rest_models import CommitRequest
+from tests.support.memory_bus import MemoryBus
 
 JOB = "job-1"
 

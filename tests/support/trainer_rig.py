@@ -13,7 +13,6 @@ from typing import Any
 from rlboost.services.trainer.app import Limits, Timing, Trainer
 from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.function import LossFn
-from rlboost.services.trainer.fakes import FakeEngine, FakeRewards, MemoryCheckpoints, MemoryFolder, MemoryWeights
 from rlboost.services.trainer.job.job import LEASE_TTL_S, DeviceThread, Job, RetryingBus
 from rlboost.services.trainer.ports.samples import Data, Prompt, RewardBatch, Scores
 from rlboost.services.trainer.ports.storage import CheckpointStore, JobResources, TrainState
@@ -23,13 +22,14 @@ from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Fence
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.fenced_lease import FencedLease
 from rlboost.shared.wire import I32, pack
 from tests.support.decoding import decode_as_numbers
 from tests.support.eventually import LIMIT_S, eventually
 from tests.support.jobs import parse_rl
+from tests.support.memory_bus import MemoryBus
 from tests.support.scripted_manager import ScriptedManager
+from tests.support.trainer_fakes import FakeEngine, FakeRewards, MemoryCheckpoints, MemoryFolder, MemoryWeights
 
 JOB = "job-1"
 TOKEN = "token"

@@ -10,16 +10,16 @@ from rlboost.services.weight_store.app import WeightStore
 from rlboost.services.weight_store.chunks import DerivedChunks
 from rlboost.services.weight_store.deltas import DeltaComposer, Deltas
 from rlboost.services.weight_store.domain.versions import Version
-from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.shared.messages import WeightsCommitted
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import START
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import WEIGHTS_COMMITTED
 from rlboost.shared.weights.access import ManifestKey
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.rest_models import CommitRequest
+from tests.support.memory_bus import MemoryBus
+from tests.support.store_fakes import MemoryChunks, MemoryDocuments
 
 JOB = "job-1"
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from rlboost.services.rollout_worker.app import WorkerApp, WorkerOptions
 from rlboost.services.rollout_worker.domain.load import KvCapacity, Memory
-from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
 from rlboost.services.rollout_worker.ports import Changes, Membership, StagedAdapter, StagedWeights
@@ -15,8 +14,9 @@ from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.messages import TokenFrame
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import Append, Fence, Op
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import worker_reports
+from tests.support.memory_bus import MemoryBus
+from tests.support.worker_fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from tests.support.worker_manager import JOB, WorkerManager, at_once
 
 

@@ -13,7 +13,6 @@ import pytest_asyncio
 
 from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.rollout_worker.domain.speculation import Drafter
-from rlboost.services.rollout_worker.fakes import FakeEngine, FakeStagedWeights
 from rlboost.services.rollout_worker.ports import Engine, EngineFailed, StagedWeights
 from rlboost.shared.errors import Conflict, Corrupt, Fatal
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
@@ -24,6 +23,7 @@ from tests.support.engines import Collector, FreePasses, request, run
 from tests.support.eventually import eventually
 from tests.support.staged_versions import pulled
 from tests.support.staged_weights import Staged, shard
+from tests.support.worker_fakes import FakeEngine, FakeStagedWeights
 
 pytestmark = vllm_engines.MARKS
 

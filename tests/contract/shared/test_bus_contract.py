@@ -31,9 +31,9 @@ from rlboost.shared.streams.bus import (
     after,
     position,
 )
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import DEAD_LETTERS
 from tests.support.eventually import eventually
+from tests.support.memory_bus import MemoryBus
 
 S = "test:stream"
 

@@ -16,9 +16,9 @@ import structlog
 
 from rlboost.services.trainer.adapters.checkpoint_bucket import CheckpointBucket
 from rlboost.services.trainer.adapters.checkpoint_folder import CheckpointFolder
-from rlboost.services.trainer.fakes import MemoryCheckpoints
 from rlboost.services.trainer.ports.storage import CheckpointStore, TrainState
 from rlboost.shared.errors import Corrupt, DiskFull
+from tests.support.trainer_fakes import MemoryCheckpoints
 
 ROOT = Path(__file__).parents[3]
 

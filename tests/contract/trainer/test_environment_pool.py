@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
-from rlboost.services.trainer.fakes import FakeEnvironments
 from rlboost.services.trainer.ports.samples import EnvironmentFault, Environments, ResetResult, StepResult
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.reward import EnvironmentSpec
@@ -21,6 +20,7 @@ from rlboost.shared.model.tool_calls import HERMES, CallStyle
 from rlboost.shared.process.waiting import Waits
 from tests.support.environments import Game
 from tests.support.eventually import eventually
+from tests.support.trainer_fakes import FakeEnvironments
 
 FUNCTIONS = "tests.support.environments"
 Start = Callable[..., Awaitable[EnvironmentPool]]

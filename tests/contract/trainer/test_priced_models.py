@@ -26,8 +26,8 @@ from rlboost.shared.job.priced_model import Ledger, Paid, PaidCall
 from rlboost.shared.job.reward import AgentSpec, EnvironmentSpec
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.eventually import eventually
+from tests.support.memory_bus import MemoryBus
 
 COST = 100 * 10e-6 + 10 * 30e-6
 """Of one answer of `dear`: 0.0013."""

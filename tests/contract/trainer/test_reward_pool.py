@@ -16,12 +16,12 @@ import pytest
 
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
 from rlboost.services.trainer.adapters.user_code import UserCodeLog
-from rlboost.services.trainer.fakes import FakeRewards
 from rlboost.services.trainer.ports.samples import RewardBatch, RewardFunction, Scores, Verdict
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.process.waiting import Waits
 from tests.support.eventually import eventually
+from tests.support.trainer_fakes import FakeRewards
 
 FUNCTIONS = "tests.support.reward_functions"
 Start = Callable[..., Awaitable[RewardPool]]

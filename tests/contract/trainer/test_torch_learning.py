@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import job_loss
-from rlboost.services.trainer.fakes import MemoryWeights
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.services.trainer.ports.storage import JobResources
@@ -24,6 +23,7 @@ from rlboost.shared.wire import F32, I32, ints, pack
 from tests.support.eventually import eventually
 from tests.support.model_folder import write_model
 from tests.support.tiny_models import VOCABULARY
+from tests.support.trainer_fakes import MemoryWeights
 from tests.support.trainer_rig import Rig, spec
 
 LENGTH = 4

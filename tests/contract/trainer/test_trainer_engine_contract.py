@@ -14,7 +14,6 @@ import pytest
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.function import add_sums
-from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.services.trainer.ports.engine import Loaded, PolicyEngine, PolicySettings
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
@@ -24,6 +23,7 @@ from tests.support import rank_policies
 from tests.support.engine_steps import LOSS, RATE, train
 from tests.support.model_folder import write_model
 from tests.support.policy_comparison import bits
+from tests.support.trainer_fakes import FakeEngine
 from tests.support.training_rows import rows, with_loss_mask
 
 New = Callable[[], PolicyEngine]

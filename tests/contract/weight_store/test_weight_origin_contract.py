@@ -11,12 +11,12 @@ import pytest
 from rlboost.services.weight_store.adapters.disk import DiskChunks, DiskDocuments, StoreDirectory
 from rlboost.services.weight_store.adapters.objects import Lease, ObjectChunks, ObjectDocuments
 from rlboost.services.weight_store.domain.versions import JobVersions, Version
-from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.ports import BadChunk, Chunks, Documents, LocalFile, Proxied, Redirect, StagedPart
 from rlboost.shared.bucket import Bucket
 from rlboost.shared.errors import NotFound
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
+from tests.support.store_fakes import MemoryChunks, MemoryDocuments
 
 DATA = b"some weights" * 1000
 CHUNK = ChunkRef(digest_of(DATA), len(DATA))

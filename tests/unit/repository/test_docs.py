@@ -30,11 +30,11 @@ from rlboost.shared.job import spec as job_spec
 from rlboost.shared.job.file import load
 from rlboost.shared.job.other_trainers import NAMES
 from rlboost.shared.streams import names
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support import interface_reference, job_reference, settings_reference
 from tests.support.doc_snippets import DOCS, blocks_in
 from tests.support.generated_docs import read_block
 from tests.support.jobs import job_file
+from tests.support.memory_bus import MemoryBus
 
 ROOT = Path(__file__).parents[3]
 _TOPS = r"services|shared|rlboost|tests|deploy|docs|examples|recipes|benchmarks|\.ci"

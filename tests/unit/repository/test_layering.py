@@ -178,7 +178,7 @@ def package(module: str) -> str:
     top, below = (2, parts[2:]) if parts[0] == "services" else (1, parts[1:])
     if len(below) > 1 or (ROOT / Path(*parts, "__init__.py")).is_file():  # an old folder may have caches only
         return ".".join(parts[: top + 1])
-    role = next((role for role in ("ports", "fakes") if below[0].startswith(role)), ROLES.get(below[0], "app"))
+    role = "ports" if below[0].startswith("ports") else ROLES.get(below[0], "app")
     return ".".join([*parts[:top], "app" if parts[0] == "shared" else role])
 
 

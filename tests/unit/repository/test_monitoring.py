@@ -33,12 +33,12 @@ from rlboost.shared.http.server import create_app
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import HashSet
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.weights.peers.directory import PeerDirectory
 from tests.support.builders import job_spec
 from tests.support.compose_file import FILE, OURS, SECRETS, settings_of
 from tests.support.grafana_files import ALERTS, BOARD, GRAFANA
 from tests.support.interface_reference import metric_families
+from tests.support.memory_bus import MemoryBus
 from tests.support.programs import output_of, require_program
 
 SCRAPES: list[dict[str, Any]] = yaml.safe_load((GRAFANA / "prometheus.yml").read_text(encoding="utf-8"))[

@@ -24,9 +24,9 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Remove
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire import F32, I32, U8, U32, U64, pack
 from rlboost.tracing import SampleTraces, Span, follow
+from tests.support.memory_bus import MemoryBus
 
 GROUP = SampleId(1, False, 4, 0, 0).pack()
 

@@ -17,9 +17,9 @@ from rlboost.services.rollout_manager.api.jobs import build
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.streams import names
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.eventually import eventually
 from tests.support.fake_rest import FakeRest, ok, problem
+from tests.support.memory_bus import MemoryBus
 
 
 class System:

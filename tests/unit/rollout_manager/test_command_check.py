@@ -25,9 +25,9 @@ from rlboost.shared.messages import (
 from rlboost.shared.messages.command_digest import command_digest
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Trim, after
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire import I32, U32, U64, ints, pack
 from tests.support.builders import group_requested, job_created, job_running
+from tests.support.memory_bus import MemoryBus
 from tests.support.sim_worker import SimWorker, check_completion
 from tests.support.stream_entries import read_all
 

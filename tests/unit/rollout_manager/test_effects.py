@@ -6,7 +6,7 @@ from rlboost.services.rollout_manager.domain.effects import bookkeeping, forget_
 from rlboost.shared.messages import Dismissed, Suspend
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Append, HashSet
-from rlboost.shared.streams.fakes import MemoryBus
+from tests.support.memory_bus import MemoryBus
 
 
 async def test_of_a_forgotten_worker_s_commands_only_the_dismissal_is_kept() -> None:

@@ -15,8 +15,8 @@ from rlboost.shared.http.access import SYSTEM, Principal
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.messages import Event
 from rlboost.shared.streams.bus import START, Entry
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.eventually import eventually
+from tests.support.memory_bus import MemoryBus
 
 READER, OTHER = Principal("token 1", "read"), Principal("token 2", "read")
 

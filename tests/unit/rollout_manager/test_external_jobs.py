@@ -28,7 +28,6 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Delete, HashSet
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import (
     group_requested,
     heartbeat,
@@ -37,6 +36,7 @@ from tests.support.builders import (
     weights_committed,
     worker_joined,
 )
+from tests.support.memory_bus import MemoryBus
 
 JOB, PAUSE_AFTER_S = "sums-1", 60.0
 

@@ -27,9 +27,9 @@ from rlboost.shared.messages.jobs import JobState
 from rlboost.shared.settings import read
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.jobs import job_file
 from tests.support.manager_fakes import FakeProvider
+from tests.support.memory_bus import MemoryBus
 from tests.support.sim_worker import SimWorker
 
 DELAY_S = 300.0

@@ -16,9 +16,9 @@ from rlboost.shared.process import logs
 from rlboost.shared.process.logs import BUFFER, IN_EVENTS, MAX_BUFFERED, MAX_CHARACTERS, MAX_TAKEN, LogBuffer
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Entry
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.job_logs import log_ops, log_sender
 from tests.support.manager_rig import ManagerRig
+from tests.support.memory_bus import MemoryBus
 from tests.support.worker_manager import JOB
 from tests.support.worker_rig import Rig
 

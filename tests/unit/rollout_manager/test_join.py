@@ -9,8 +9,8 @@ from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.settings import read
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.manager_fakes import FakeWorkerUsers
+from tests.support.memory_bus import MemoryBus
 
 
 @pytest.mark.parametrize(

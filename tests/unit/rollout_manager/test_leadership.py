@@ -24,11 +24,11 @@ from rlboost.shared.messages.codec import PROTOCOL, PROTOCOL_HEADER
 from rlboost.shared.settings import read
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Append, Entry, position
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.fenced_lease import FencedLease
 from tests.support.eventually import eventually
 from tests.support.jobs import job_file
 from tests.support.manager_fakes import FakeLeaderWatch
+from tests.support.memory_bus import MemoryBus
 from tests.support.worker_manager import at_once
 
 LEASE_S = 3.0

@@ -10,8 +10,8 @@ import pytest
 from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.streams import names
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import group_requested, job_created, job_running, job_spec
+from tests.support.memory_bus import MemoryBus
 from tests.support.sim_worker import SimWorker
 
 TICK_S = 0.05

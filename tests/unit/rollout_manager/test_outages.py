@@ -11,8 +11,8 @@ from rlboost.services.rollout_manager.domain.world import World
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.messages import FINISH_STOP, SampleFinished
 from rlboost.shared.streams import names
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import group_id, group_requested, heartbeat, job_running, token_frame, worker_joined
+from tests.support.memory_bus import MemoryBus
 from tests.support.scheduler_turns import NOW, apply, prove
 from tests.support.sim_worker import SimWorker
 

@@ -29,9 +29,9 @@ from rlboost.shared.messages import (
 from rlboost.shared.messages.codec import encode, fields_of
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Entry, Fence, HashSet, Op, RawEntry
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import group_id, group_requested, job_created, job_running, placed, token_frame
 from tests.support.manager_fakes import FakeWorkerUsers
+from tests.support.memory_bus import MemoryBus
 from tests.support.sim_worker import SimWorker
 from tests.support.stream_entries import read_all
 

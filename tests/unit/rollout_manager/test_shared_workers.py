@@ -17,7 +17,6 @@ from rlboost.services.rollout_worker.domain.session import PullWeights, Session
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import Alongside, Assign, JobReport, Message, UseVersion, WorkerEvent
 from rlboost.shared.streams import names
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import (
     group_requested,
     heartbeat,
@@ -26,6 +25,7 @@ from tests.support.builders import (
     weights_committed,
     worker_joined,
 )
+from tests.support.memory_bus import MemoryBus
 
 JOBS = ("a", "b", "c")
 

@@ -11,9 +11,9 @@ from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.messages import SampleFinished, Siblings
 from rlboost.shared.streams import names
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire import I32, U32, U64, ints
 from tests.support.builders import group_id, group_requested, job_running
+from tests.support.memory_bus import MemoryBus
 from tests.support.sim_worker import SimWorker
 from tests.support.stream_entries import read_all
 

@@ -16,8 +16,8 @@ from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.messages import Event, SampleFinished
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Renew
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import group_requested, job_running, weights_committed
+from tests.support.memory_bus import MemoryBus
 from tests.support.sim_worker import SimWorker, check_completion
 from tests.support.stream_entries import read_all
 

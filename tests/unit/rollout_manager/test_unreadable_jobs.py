@@ -22,8 +22,8 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import HashSet
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import group_id, group_requested, job_running, job_spec
+from tests.support.memory_bus import MemoryBus
 from tests.support.sim_worker import SimWorker
 from tests.support.stream_entries import read_all
 

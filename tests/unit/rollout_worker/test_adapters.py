@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.ports import Changes, StagedWeights
 from rlboost.shared.errors import UnsuitableWeights
 from tests.support.engines import request
+from tests.support.worker_fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights
 
 MODEL = {"a": 1}
 

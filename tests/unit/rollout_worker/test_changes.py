@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.ports import Changes, StagedWeights
 from rlboost.shared.errors import Corrupt
 from tests.support.engines import request
 from tests.support.eventually import eventually
+from tests.support.worker_fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights
 
 if TYPE_CHECKING:
     from rlboost.shared.weights.changed_words import ChangedWords

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_worker.fakes import FakeStagedWeights
 from rlboost.shared.ids import JOB_SHIFT
 from rlboost.shared.messages import (
     FINISH_RELEASED,
@@ -24,6 +23,7 @@ from rlboost.shared.messages import (
 from rlboost.shared.streams.names import job_events
 from rlboost.shared.weights.manifest import ParityReference, ScoredSequence
 from tests.support.eventually import eventually
+from tests.support.worker_fakes import FakeStagedWeights
 from tests.support.worker_manager import JOB, assign
 from tests.support.worker_rig import Rig, SlowToLoad
 

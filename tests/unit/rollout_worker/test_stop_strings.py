@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from rlboost.services.rollout_worker.adapters.tokenizer import decoder
 from rlboost.services.rollout_worker.domain.requests import Emission, Request
 from rlboost.services.rollout_worker.domain.stop_strings import StopStrings
-from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
 from tests.support.engines import request
+from tests.support.worker_fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights
 
 PIECES = [
     b"",

@@ -15,7 +15,6 @@ from rlboost.services.rollout_worker.domain import frames
 from rlboost.services.rollout_worker.domain.load import KvCapacity
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.domain.session import Effect, Session
-from rlboost.services.rollout_worker.fakes import FakeEngine, FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.life import Watchdog
 from rlboost.shared.errors import Corrupt, Fatal, UnsuitableWeights
 from rlboost.shared.messages import (
@@ -44,6 +43,7 @@ from rlboost.shared.streams.names import DEAD_LETTERS, WORKER_HEARTBEATS, job_ev
 from rlboost.shared.wire import I32, U32, U64, ints, pack
 from tests.support.eventually import eventually
 from tests.support.stopwatch import Stopwatch
+from tests.support.worker_fakes import FakeEngine, FakeStagedWeights, FakeWeights
 from tests.support.worker_manager import JOB, assign, release, revoke
 from tests.support.worker_rig import Rig
 

@@ -14,12 +14,12 @@ from structlog.testing import capture_logs
 from rlboost.services.rollout_worker.adapters.vllm.factory import is_quantized
 from rlboost.services.rollout_worker.domain.parity_check import ParityCheckFailed
 from rlboost.services.rollout_worker.domain.requests import NOT_A_NUMBER, Emission, Request
-from rlboost.services.rollout_worker.fakes import FakeEngineFactory, FakeStagedWeights
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.messages import FINISH_NONE, Event, Resume, Suspend, UseVersion, WorkerHeartbeat, WorkerLeft
 from rlboost.shared.streams.names import job_events
 from rlboost.shared.weights.manifest import ParityReference, ScoredSequence
 from tests.support.eventually import eventually
+from tests.support.worker_fakes import FakeEngineFactory, FakeStagedWeights
 from tests.support.worker_manager import JOB, assign
 from tests.support.worker_rig import Rig, SlowToLoad
 

@@ -16,11 +16,11 @@ from rlboost.shared.messages import GroupRequested, SampleFinished, Sampling
 from rlboost.shared.streams import bus as bus_module
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Entry, RawEntry, ReadSize
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire import F32, I32, pack
 from rlboost.tracing import Span, follow
 from tests.support.builders import heartbeat, worker_joined
 from tests.support.eventually import eventually
+from tests.support.memory_bus import MemoryBus
 from tests.support.stream_entries import read_all
 from tests.support.trainer_rig import JOB, Rig
 

@@ -28,7 +28,7 @@ from rlboost.shared.http.server import create_app
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import HashDelete, HashSet
-from rlboost.shared.streams.fakes import MemoryBus
+from tests.support.memory_bus import MemoryBus
 
 SYSTEM = "system-token"
 EVERYWHERE = {"GET /metrics": "read", "GET /openapi.json": "read"}

@@ -13,10 +13,10 @@ from rlboost.shared.messages import Dismissed
 from rlboost.shared.messages.codec import OLDEST_STATE, PROTOCOL
 from rlboost.shared.streams import names, state_protocol
 from rlboost.shared.streams.bus import START, HashSet
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.state_protocol import check_leader, leader_check
 from tests.support.builders import worker_joined
 from tests.support.eventually import eventually
+from tests.support.memory_bus import MemoryBus
 
 
 def manager(bus: MemoryBus, port: int = 1) -> Manager:

@@ -29,8 +29,8 @@ from rlboost.shared.messages import StoreCredential
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START
-from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import worker_joined
+from tests.support.memory_bus import MemoryBus
 
 TOKEN = "token"
 NOW, LIFE_S = 1000.0, 100.0

@@ -22,7 +22,7 @@ from rlboost.shared.http.access import ADDRESSES_MAX, BURST, FailureLimit, syste
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
 from rlboost.shared.process.waiting import Waits
-from rlboost.shared.streams.fakes import MemoryBus
+from tests.support.memory_bus import MemoryBus
 
 TOKEN = "token"
 LIMIT_BYTES = 1000

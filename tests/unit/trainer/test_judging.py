@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.domain.plan import OtherModelIds, check, plan_step
-from rlboost.services.trainer.fakes import MemoryWeights
 from rlboost.services.trainer.ports.storage import JobResources, OtherModel
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId
@@ -27,6 +26,7 @@ from rlboost.shared.streams.bus import START, HashSet
 from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.wire import I32, ints, pack
 from tests.support.scripted_manager import Answer, ScriptedManager, scripted
+from tests.support.trainer_fakes import MemoryWeights
 from tests.support.trainer_rig import JOB, Rig, spec
 
 SERVING = f"{JOB}.judge"

@@ -16,7 +16,6 @@ import pytest
 
 from rlboost.services.trainer.domain.batches import SequenceRow
 from rlboost.services.trainer.domain.plan import OtherModelIds, check, plan_step
-from rlboost.services.trainer.fakes import MemoryWeights
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.ports.storage import JobResources, OtherModel
 from rlboost.shared.errors import ConfigError
@@ -30,6 +29,7 @@ from rlboost.shared.wire import F32, U8, floats, ints, length, pack, unpack
 from tests.support.conversation_rig import GAME, ConversationRig, done
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, ScriptedManager
+from tests.support.trainer_fakes import MemoryWeights
 from tests.support.trainer_rig import JOB, Rig, WatchedEngine, spec
 
 SERVING = f"{JOB}.big"

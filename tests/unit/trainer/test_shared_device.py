@@ -22,9 +22,9 @@ from rlboost.shared.messages import EngineProfile, Event
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.fenced_lease import FencedLease
 from tests.support.eventually import eventually
+from tests.support.memory_bus import MemoryBus
 from tests.support.trainer_rig import Rig
 
 LEASE = names.device_lease("gpu")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.shared.weights.manifest import Shard
+from tests.support.trainer_fakes import FakeEngine
 from tests.support.trainer_rig import Rig
 
 ADAPTER = '{"r": 8}'

@@ -20,7 +20,6 @@ from rlboost.services.trainer.domain.advantages import Experience, gae_advantage
 from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.function import LossFn
 from rlboost.services.trainer.domain.plan import plan_step
-from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError
@@ -30,6 +29,7 @@ from rlboost.shared.messages import GroupRequested
 from rlboost.shared.wire import F32, I32, length, unpack
 from tests.support.jobs import with_teacher
 from tests.support.scripted_manager import Answer, scripted
+from tests.support.trainer_fakes import FakeEngine
 from tests.support.trainer_rig import Rig, spec
 from tests.support.training_rows import advantage_of
 

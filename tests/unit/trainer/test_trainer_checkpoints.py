@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.fakes import MemoryCheckpoints
 from rlboost.services.trainer.job import job as claimed_job
 from rlboost.services.trainer.job.checkpoints import fingerprint
 from rlboost.services.trainer.ports.engine import Snapshot
@@ -22,6 +21,7 @@ from rlboost.shared.messages import SampleFinished
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, position
 from tests.support.eventually import eventually
+from tests.support.trainer_fakes import MemoryCheckpoints
 from tests.support.trainer_rig import JOB, Rig, spec
 
 

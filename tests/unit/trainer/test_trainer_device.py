@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
-from rlboost.services.trainer.fakes import FakeEngine, MemoryWeights
 from rlboost.services.trainer.job.job import DeviceThread
 from rlboost.services.trainer.step.run import DeviceTurn
 from tests.support.eventually import eventually
+from tests.support.trainer_fakes import FakeEngine, MemoryWeights
 from tests.support.trainer_rig import Rig, spec
 
 

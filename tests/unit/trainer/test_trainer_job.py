@@ -18,7 +18,6 @@ from prometheus_client import REGISTRY
 
 from rlboost.services.trainer.domain.batches import SequenceRow
 from rlboost.services.trainer.domain.loss.function import LossFn
-from rlboost.services.trainer.fakes import FakeEngine, FakeRewards
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.ids import SampleId
@@ -38,6 +37,7 @@ from tests.support.builders import engine_profile
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.stopwatch import Stopwatch
+from tests.support.trainer_fakes import FakeEngine, FakeRewards
 from tests.support.trainer_rig import JOB, Rig, by_length, spec
 
 

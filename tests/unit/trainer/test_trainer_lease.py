@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from rlboost.services.trainer.app import Timing
-from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.shared.errors import ConfigError, Conflict
 from rlboost.shared.messages import JobReport
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Fence, HashSet
 from tests.support.eventually import eventually
+from tests.support.trainer_fakes import FakeEngine
 from tests.support.trainer_rig import JOB, PRICE_PER_HOUR, Rig, spec
 
 QUICK = Timing(block_s=0.01, takeover_check_s=0.02, lease_renewal_interval_s=0.02)

@@ -15,7 +15,6 @@ import torch
 from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.function import LossFn, TokenBatch, sft_loss
 from rlboost.services.trainer.domain.metrics import OfflineStep
-from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.ports.storage import JobResources
@@ -24,6 +23,7 @@ from rlboost.shared.job.spec import JobSpec, parse
 from rlboost.shared.messages import JobCommand
 from rlboost.shared.wire import I32, length, pack
 from tests.support.eventually import eventually
+from tests.support.trainer_fakes import FakeEngine
 from tests.support.trainer_rig import JOB, Rig
 from tests.support.training_rows import advantage_of
 

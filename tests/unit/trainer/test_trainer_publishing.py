@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from rlboost.services.trainer.domain.canary_prompts import CanaryPrompts, build_canary_prompts
-from rlboost.services.trainer.fakes import FakeEngine, MemoryWeights
 from rlboost.services.trainer.job.job import DeviceThread
 from rlboost.services.trainer.job.publishing import VersionPublisher
 from rlboost.shared.weights.manifest import ParityReference, digest_of
+from tests.support.trainer_fakes import FakeEngine, MemoryWeights
 from tests.support.trainer_rig import Rig
 
 CANARIES = build_canary_prompts(96, temperature=0.8, dtype="bfloat16")

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.plan import Replacements, check, has_signal
-from rlboost.services.trainer.fakes import FakeRewards
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId
@@ -36,6 +35,7 @@ from tests.support.resampled_job import (
     rig_of,
     rows_of,
 )
+from tests.support.trainer_fakes import FakeRewards
 from tests.support.trainer_rig import WatchedEngine
 
 # --- the rule ---------------------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Step
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Fence, HashSet, Op
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire import I32, unpack
 from tests.support.conversation_rig import ConversationRig, done
 from tests.support.eventually import eventually
+from tests.support.memory_bus import MemoryBus
 from tests.support.resampled_job import (
     EQUAL,
     PLACES,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.domain.loss.function import LossFn
-from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Event, GroupRequested
@@ -19,6 +18,7 @@ from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted
+from tests.support.trainer_fakes import FakeEngine
 from tests.support.trainer_rig import JOB, Rig, spec
 
 

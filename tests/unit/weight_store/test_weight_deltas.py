@@ -12,13 +12,11 @@ from prometheus_client import CollectorRegistry
 from rlboost.services.weight_store.app import WeightStore
 from rlboost.services.weight_store.chunks import DerivedChunks
 from rlboost.services.weight_store.deltas import DeltaComposer, Deltas
-from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.garbage import UPLOAD_GRACE_S
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.shared.errors import NotFound, Undecodable
 from rlboost.shared.process.waiting import Waits
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.weights.access import ManifestKey
 from rlboost.shared.weights.delta_graph import Route, VersionEdges, lists_of, plan
 from rlboost.shared.weights.manifest import Chunk, ChunkRef, Part, TensorEntry, digest_of
@@ -26,6 +24,8 @@ from rlboost.shared.weights.publisher import Delta, DeltaEncoder
 from rlboost.shared.weights.rest_models import CommitRequest
 from tests.support.deltas import applied
 from tests.support.eventually import eventually
+from tests.support.memory_bus import MemoryBus
+from tests.support.store_fakes import MemoryChunks, MemoryDocuments
 
 JOB = "job-1"
 VALUES = 4000

@@ -16,7 +16,6 @@ from rlboost.services.weight_store import deltas
 from rlboost.services.weight_store.app import WeightStore
 from rlboost.services.weight_store.chunks import DerivedChunks
 from rlboost.services.weight_store.deltas import DeltaComposer, Deltas
-from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.garbage import UPLOAD_GRACE_S
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import BadChunk, Proxied, StoreFull
@@ -24,13 +23,14 @@ from rlboost.shared.errors import Conflict, NotFound, StoreUnavailable
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import HashSet
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.weights.access import ManifestKey
 from rlboost.shared.weights.delta import encode_delta
 from rlboost.shared.weights.delta_graph import Edge, lists_of
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.rest_models import CommitRequest
 from tests.support.eventually import eventually
+from tests.support.memory_bus import MemoryBus
+from tests.support.store_fakes import MemoryChunks, MemoryDocuments
 
 JOB, VALUES, CHUNKS = "job-1", 5000, 3
 

@@ -19,7 +19,6 @@ from structlog.testing import capture_logs
 from rlboost.services.rollout_worker.adapters.machine import listen_address, peer_url
 from rlboost.shared.errors import NotFound
 from rlboost.shared.streams.bus import HashSet, Renew
-from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import WEIGHT_PEERS, weight_claim, weight_peer
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
@@ -43,6 +42,7 @@ from rlboost.shared.weights.peers.source import PeerSource
 from rlboost.shared.weights.puller import Traffic
 from rlboost.shared.weights.transfer import Buffers, Download
 from tests.support.eventually import LIMIT_S
+from tests.support.memory_bus import MemoryBus
 
 Watch = Callable[[Download], None]
 DIGESTS = [digest_of(bytes([number])) for number in range(20)]

@@ -45,7 +45,7 @@ class MemoryChunks:
         except KeyError as error:
             raise NotFound(f"no chunk {digest}") from error
 
-    async def read_into(self, digest: str, buffer: bytearray) -> memoryview:  # noqa: ARG002 - the chunk is in memory in any case
+    async def read_into(self, digest: str, buffer: bytearray) -> memoryview:
         return memoryview(bytearray(await self.read(digest)))
 
     async def source(self, digest: str) -> Proxied:
