@@ -17,14 +17,16 @@ import pytest
 from pyarrow import parquet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rlboost.shared.data.vision import FAMILIES, vision_of
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested, JobReport, StepReport
-from rlboost.shared.model.folder import require_scores
+from rlboost.shared.model.folder import read_config, require_scores
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.puller import Puller
+from tests.support import tiny_vision
 from tests.support.eventually import eventually
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.scripted_manager import Answer, Script, ScriptedManager, scripted
@@ -461,6 +463,30 @@ async def test_sft_without_workers_survives_a_kill_and_its_model_is_evaluated(
     ]
     assert 0 < step.metrics["eval/pass@1"] < step.metrics["eval/pass@4"] <= 1
     assert not (machine.folder / "runs/judged/model").exists()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_sft_on_images_survives_a_kill_and_begins_with_the_loss_of_transformers(site: Site, family: str) -> None:
+    folder = site.folder / family
+    vision = vision_of(read_config(tiny_vision.write(folder, steepness=0.5, family=family)))
+    assert vision is not None
+    rows, losses = [], []
+    for i, color in enumerate(tiny_vision.COLORS):
+        image = tiny_vision.square(color, i)
+        (folder / f"{color}.png").write_bytes(tiny_vision.png(image))
+        question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " which color"}]}
+        rows.append({"messages": [question, {"role": "assistant", "content": color}], "images": [f"{color}.png"]})
+        shown = tiny_vision.Shown(folder, vision, tiny_vision.SHORT, image)
+        answer = [tiny_vision.WORDS.index(color), tiny_vision.WORDS.index("<|im_end|>")]
+        losses.append(shown.loss(tiny_vision.make(steepness=0.5, family=family), answer).item())
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(folder / "train.jsonl"), "prompts_per_step": len(rows)}
+    await fine_tuned(site, f"pictures-{family}", kill_at=15, model=str(folder), data=data, steps=30)
+    lines = (site.folder / f"runs/pictures-{family}/metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line)["loss"] for line in lines]
+    assert found[0] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert len(found) == 30
+    assert found[-1] < found[0] / 3
 
 
 @pytest.mark.parametrize("weights", ["full", "lora"])
