@@ -85,6 +85,5 @@ def _import_build() -> None:
 
 if __name__ == "__main__":
     code = run_service("trainer", Settings, main)
-    if code:
-        sys.stdout.flush()
-        os._exit(code)  # the interpreter would wait for a call on the device that does not end
+    sys.stdout.flush()
+    os._exit(code)  # the interpreter would wait for a call on the device, and free all memory first

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from tests.support.service_process import TOKEN
 from tests.support.trainer_site import STEPS, Machine, Site
 
 pytestmark = pytest.mark.timeout(300)
+STOP_GRACE_S = 20.0
+"""What supervisors, containers and units wait between SIGTERM and SIGKILL."""
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +295,25 @@ async def test_redis_may_be_killed_while_a_job_runs(tmp_path: Path, files: Path)
             await manager.release()
             assert (await site.ended("brokerless")).state == "completed"
             assert set(manager.answered.values()) == {1}
+        await site.bus.close()
+
+
+async def test_trainer_without_redis_ends_in_order_before_its_supervisor_kills_it(tmp_path: Path, files: Path) -> None:
+    """As when a whole machine or Compose project is stopped: Redis may end first."""
+    with Machine(tmp_path, aof=True).running() as machine:
+        site = Site(machine, files)
+        async with site.manager("unplugged") as manager:
+            manager.withholds = withholding(1, 2)
+            await site.create("unplugged")
+            await site.waits_in("unplugged", 1, manager)
+            machine.redis.kill()
+            began = time.monotonic()
+            assert await asyncio.to_thread(site.trainer.stop) == 0
+            assert time.monotonic() - began < STOP_GRACE_S
+            await asyncio.to_thread(machine.redis.start)
+            await asyncio.to_thread(site.trainer.start)
+            await manager.release()
+            assert (await site.ended("unplugged")).state == "completed"
         await site.bus.close()
 
 
