@@ -47,6 +47,7 @@ from rlboost.shared.job.data import (
     RewardDataSpec,
     Rows,
     SftDataSpec,
+    require_splits,
 )
 from rlboost.shared.job.file import load
 from rlboost.shared.job.offline import OfflineJob
@@ -361,6 +362,10 @@ def _check(spec: JobSpec, on_part: Callable[[str], None], devices: DeviceSummary
     seen = _Seen()
     is_offline = isinstance(spec, OfflineJob)
     used = [rows for rows in spec.rows if not is_offline or spec.eval or rows.field == "data.train"]
+    try:
+        require_splits(spec.rows)
+    except ConfigError as error:
+        found.append(str(error))
     for rows in used:
         is_rewarded = not is_offline or rows.field != "data.train"
         found.append(_data(spec, rows, seen if is_rewarded else _Seen()))
@@ -395,7 +400,7 @@ def _check(spec: JobSpec, on_part: Callable[[str], None], devices: DeviceSummary
     advice = "" if found[0] or (model_is_here and size is None) else lr_advice(spec, size)
     some = [why for why, n_rows in unrewarded if 0 < n_rows < len(seen.rows)]
     return Found(
-        [problem for problem in found if problem],
+        list(dict.fromkeys(filter(None, found))),
         [*missing_libraries(spec), *filter(None, [path_warning(spec)])],
         [
             *filter(None, [advice, _warm_up_advice(spec), _isolation_advice(spec), _nucleus_advice(spec)]),
@@ -403,7 +408,7 @@ def _check(spec: JobSpec, on_part: Callable[[str], None], devices: DeviceSummary
             *data.advice,
             *some,
         ],
-        [*_notices(spec.model), *data.notices],
+        [*_notices(spec), *data.notices],
         data.example,
     )
 
@@ -448,10 +453,26 @@ def _nucleus_advice(spec: JobSpec) -> str:
     return spec.sampling.advice if spec.kind == "rl" else ""
 
 
-def _notices(model: str) -> list[str]:
-    if Path(model).expanduser().exists() or not is_hub_id(model):
-        return []
-    return [f"model: {model} is not a folder here: it is taken for a Hugging Face id"]
+def _notices(spec: JobSpec) -> list[str]:
+    """Name what is taken for an id of Hugging Face: what a mistyped folder may be, too, and what is not read here."""
+    models = [("model", spec.model), *((REWARD_MODEL, part.model) for part in spec.reward_parts if part.model)]
+    if spec.held_teacher:
+        models.append((TEACHER, spec.held_teacher))
+    if not isinstance(spec, OfflineJob):
+        models += [(f"models.{name}.model", other.model) for name, other in spec.models.items()]
+    data = [(rows.field, name) for rows in spec.rows for name in names_of(rows.source) if is_remote(name)]
+    return [
+        *(
+            f"{field}: {model} is not a folder here: it is taken for a Hugging Face id"
+            for field, model in models
+            if not Path(model).expanduser().exists() and is_hub_id(model)
+        ),
+        *(
+            f"{field}: {name} is not a file or folder here: it is taken for a Hugging Face id, and its rows are not "
+            "checked"
+            for field, name in data
+        ),
+    ]
 
 
 def _model(model: str, field: str = "model") -> str | None:

@@ -137,6 +137,21 @@ def is_remote(name: str) -> bool:
     return _ID.fullmatch(name) is not None and not path.parent.exists()
 
 
+def may_have_splits(source: Source, *, subsets: bool = False) -> bool:
+    """Return True unless no name of a source can have splits, or with `subsets` configurations, as files have none."""
+    return any(_may_have_splits(name, subsets) for name in names_of(source))
+
+
+def _may_have_splits(name: str, subsets: bool) -> bool:
+    if name == AGENT_ROWS:
+        return not subsets
+    path = Path(name).expanduser()
+    if path.is_dir():
+        saved = [file for file in _SAVED if (path / file).is_file()]
+        return not _in_folder(name, path) and not (saved if subsets else _SAVED[1] in saved)
+    return not has_magic(name) and not name.endswith((*FILE_KINDS, *_SINGLE_KINDS))
+
+
 def is_messages(prompt: object) -> TypeGuard[list[dict[str, Any]]]:
     """Return True if a prompt is chat messages; else it has to be text."""
     return isinstance(prompt, list) and bool(prompt) and all(isinstance(m, dict) and "role" in m for m in prompt)

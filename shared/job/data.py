@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
 from rlboost.shared.data.messages import TEMPLATE_KWARGS, template_kwargs_of
-from rlboost.shared.data.rows import Source
+from rlboost.shared.data.rows import Source, format_source, may_have_splits
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_GROUPS_PER_STEP
 from rlboost.shared.job.training import CurriculumSpec
 from rlboost.shared.validation import Section
+
+_SPLITS = {"train": "train", "eval": "test"}
+"""Source -> the split that is read of it where the job names none."""
 
 
 class Rows(NamedTuple):
@@ -23,6 +27,40 @@ class Rows(NamedTuple):
     split: str
     subset: str | None
     prompt_key: str
+    names_split: bool = False
+    """The job names the split, so the source must have it."""
+
+
+def require_splits(rows: Sequence[Rows]) -> None:
+    """Refuse a split or a configuration that a job names for sources which cannot have any, such as files.
+
+    Raises:
+        ConfigError: there is one; the text names the key.
+
+    """
+    for one in rows:
+        if one.names_split and not may_have_splits(one.source):
+            raise ConfigError(
+                f"{one.field}: {format_source(one.source)} has no splits, and the job names {one.split!r}: name the "
+                f"files of that split, or remove {_key_of(one, 'split')}"
+            )
+    with_subset: dict[str, list[Rows]] = {}
+    for one in rows:
+        if one.subset:
+            with_subset.setdefault(_key_of(one, "subset"), []).append(one)
+    for key, several in with_subset.items():
+        # That of an evaluation alone may be of the training rows, which it does not read.
+        is_own = key != "data.subset" or any(one.field == "data.train" for one in several)
+        if is_own and not any(may_have_splits(one.source, subsets=True) for one in several):
+            sources = ", ".join(format_source(one.source) for one in several)
+            raise ConfigError(f"{key}: {sources} has no configurations, such as {several[0].subset!r}: remove it")
+
+
+def _key_of(rows: Rows, part: str) -> str:
+    """Return the key that names the split or subset of a source, such as `data.train_split`, `eval.sets.a.split`."""
+    if rows.field.startswith("data."):
+        return "data.subset" if part == "subset" else f"{rows.field}_{part}"
+    return f"{rows.field.removesuffix('.data')}.{part}"
 
 
 def _template_kwargs(value: object) -> dict[str, Any]:
@@ -60,11 +98,11 @@ class DataSpec(Section):
     @property
     def rows(self) -> tuple[Rows, ...]:
         """Return all sources of rows."""
-        named = {name: getattr(self, name, None) for name in ("train", "eval")}
+        named = {name: default for name, default in _SPLITS.items() if getattr(self, name, None)}
+        splits = {name: getattr(self, f"{name}_split") for name in named}
         return tuple(
-            Rows(f"data.{name}", source, getattr(self, f"{name}_split"), self.subset, self.prompt_key)
-            for name, source in named.items()
-            if source
+            Rows(f"data.{name}", getattr(self, name), split, self.subset, self.prompt_key, split != named[name])
+            for name, split in splits.items()
         )
 
     @property
@@ -82,10 +120,10 @@ class TrainDataSpec(DataSpec):
     job's agent has, or a list of these."""
     eval: Source | None = None
     """Held-out rows, for the job's evaluations and for `rlboost eval` with its job file."""
-    train_split: str = "train"
-    """Split of a Hugging Face dataset for training."""
-    eval_split: str = "test"
-    """Split of a Hugging Face dataset for evaluation."""
+    train_split: str = _SPLITS["train"]
+    """Split of a Hugging Face dataset for training; naming one for files, which have none, is an error."""
+    eval_split: str = _SPLITS["eval"]
+    """Split of a Hugging Face dataset for evaluation; likewise."""
     prompts_per_step: int = Field(32, ge=1, lt=MAX_GROUPS_PER_STEP)
     """Prompts per step; with kind `sft`, rows per step; with kinds `dpo` and `reward`, pairs per step."""
 
@@ -149,5 +187,5 @@ class EvalDataSpec(PromptDataSpec):
     curriculum: ClassVar[None] = None
     eval: Source | None = None
     """Held-out rows, for the job's evaluations and for `rlboost eval` with its job file."""
-    eval_split: str = "test"
-    """Split of a Hugging Face dataset for evaluation."""
+    eval_split: str = _SPLITS["eval"]
+    """Split of a Hugging Face dataset for evaluation; likewise."""

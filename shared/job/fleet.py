@@ -291,7 +291,7 @@ def held_out_sets(data: DataSpec, evaluation: OfflineEvalSpec | None, sampling: 
     default_split = getattr(data, "eval_split", "test")
     for name, given in evaluation.sets.items():
         split, key = given.split or default_split, given.prompt_key or data.prompt_key
-        one = HeldOutSet(name, Rows(f"eval.sets.{name}.data", given.data, split, given.subset, key))
+        one = HeldOutSet(name, Rows(f"eval.sets.{name}.data", given.data, split, given.subset, key, bool(given.split)))
         if isinstance(given, EvalSet):
             one = one._replace(
                 samples=given.samples or samples,

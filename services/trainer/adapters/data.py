@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from rlboost.services.trainer.adapters.agent_rows import rows_of
 from rlboost.services.trainer.adapters.environment_pool import TokenizerChatFormatter
 from rlboost.services.trainer.adapters.images import NO_IMAGES, PromptImages, TakenImages
-from rlboost.services.trainer.adapters.tokens import PromptTokenizer
+from rlboost.services.trainer.adapters.tokens import UNLOADABLE, PromptTokenizer
 from rlboost.services.trainer.domain.conversations import Decode
 from rlboost.services.trainer.ports.samples import Data, Prompt
 from rlboost.shared.data.examples import (
@@ -38,7 +38,7 @@ from rlboost.shared.data.messages import ASSISTANT
 from rlboost.shared.data.rows import Row, format_source, is_messages, read_rows
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
-from rlboost.shared.job.data import DpoDataSpec, OfflineDataSpec, RewardDataSpec, Rows, SftDataSpec
+from rlboost.shared.job.data import DpoDataSpec, OfflineDataSpec, RewardDataSpec, Rows, SftDataSpec, require_splits
 from rlboost.shared.job.fleet import HeldOutSet
 from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.job.spec import JobSpec
@@ -97,7 +97,7 @@ def load_tokenizer(model: Path, created: datetime | None, template_kwargs: Mappi
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
         config: Any = AutoConfig.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except UNLOADABLE as error:
         raise ConfigError(f"model {model}: tokenizer and config.json cannot be loaded: {error}") from error
     text = config.get_text_config()
     end_ids = _stop_token_ids(model, tokenizer, text)
@@ -129,6 +129,7 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None, image
             f"agent: model {model} has no chat template, which an agent's calls need: use a model that has one, or add "
             "its chat_template.jinja"
         )
+    require_splits(spec.rows)
     images = PromptImages(spec, model, config.to_dict(), image_folder)
     training = (_Reader(spec, tokens, images, rows).read() for rows in spec.data.rows if rows.field == "data.train")
     train, n_long = next(training, ([], 0))
@@ -188,7 +189,10 @@ def check_teacher(spec: JobSpec, data: Data, teacher: Path) -> None:
         ConfigError: it has fewer.
 
     """
-    config = AutoConfig.from_pretrained(teacher).get_text_config()
+    try:
+        config = AutoConfig.from_pretrained(teacher, local_files_only=True).get_text_config()
+    except UNLOADABLE as error:
+        raise ConfigError(f"{TEACHER}: config.json of {teacher} cannot be loaded: {error}") from error
     positions: int | None = getattr(config, "max_position_embeddings", None)
     longest = max((length(prompt.tokens) for prompt in data.train), default=0)
     if spec.agent is None and positions and longest + spec.sampling.max_tokens > positions:

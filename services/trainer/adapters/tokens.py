@@ -9,6 +9,8 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from rlboost.shared.data.messages import ASSISTANT, Messages, Tools, clean_messages
 from rlboost.shared.data.rows import is_messages
 from rlboost.shared.errors import ConfigError
@@ -22,6 +24,8 @@ from rlboost.shared.model.chat_template import (
 )
 from rlboost.shared.model.tool_calls import CallStyle, call_id, called, end_of_call, style_of_turns
 
+UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
+"""What transformers raises for a model or tokenizer that it cannot load; the last one for values of a `config.json`."""
 _SENTINELS = ("\n", "=", "0", "a")
 """Texts that a tokenizer does not join to what follows; see `PromptTokenizer.encode_after`."""
 

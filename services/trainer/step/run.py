@@ -184,8 +184,9 @@ class StepRun:
         if (conversation := self._job.spec.conversation) and any(section in why for why in reasons):
             return f"{section}.function {conversation.function}" if conversation.function else "the hosts of agents"
         parts = self._job.spec.reward_parts
-        field = "reward.judge" if parts and all(part.judge for part in parts) else "reward.function"
-        return f"{field} {', '.join(part.source for part in parts)}"
+        kinds = {kind for kind in ("function", "url", "model", "judge") for part in parts if getattr(part, kind)}
+        field = kinds.pop() if len(kinds) == 1 else "functions"
+        return f"reward.{field} {', '.join(part.source for part in parts)}"
 
     # --- collect ---
 

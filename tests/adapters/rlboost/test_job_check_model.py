@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from rlboost.jobs import check as jobcheck
 from rlboost.jobs.model_check import DataFindings
-from rlboost.services.trainer.adapters.data import load_data
+from rlboost.services.trainer.adapters.data import check_teacher, load_data
 from rlboost.services.trainer.adapters.tokens import PromptTokenizer
+from rlboost.services.trainer.adapters.torch.passes import empty_model
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.user_code import load_loss, load_skip_function
 from rlboost.services.trainer.ports.engine import PolicySettings
@@ -493,3 +494,20 @@ def test_weight_that_transformers_would_draw_is_refused(kind: str) -> None:
         tensors[name] = tensor[:3].contiguous()
     save_file(tensors, Path("base/model.safetensors"), metadata={"format": "pt"})
     assert name in trainers_words(lambda: TorchPolicy(PolicySettings(), device="cpu").load_hf(Path("base")))
+
+
+@pytest.mark.parametrize("family", ["llama-untied", "qwen3-tied"])
+def test_a_config_that_transformers_refuses_is_named(folder: Path, family: str) -> None:
+    """Its configurations raise an exception of their own for a value of the wrong type or that others contradict."""
+    write_model(folder / "base", family)
+    config = json.loads((folder / "base/config.json").read_text())
+    wrong = {"hidden_size": "wide"} if family == "llama-untied" else {"num_hidden_layers": 7}
+    (folder / "teacher").mkdir()
+    (folder / "teacher/config.json").write_text(json.dumps(config | wrong))
+    spec = parse(job(algorithm={"name": "distill", "teacher": {"model": "teacher"}}))
+    with pytest.raises(ConfigError, match=r"teacher\.model: config\.json of .* cannot be loaded"):
+        check_teacher(spec, load_data(spec, folder / "base"), folder / "teacher")
+    (folder / "base/config.json").write_text(json.dumps(config | wrong))
+    assert any("tokenizer and config.json cannot be loaded: " in problem for problem in check()), check()
+    with pytest.raises(ConfigError, match="cannot be loaded as a causal language model"):
+        empty_model(folder / "base", "sdpa")

@@ -113,6 +113,11 @@ def test_a_saved_dataset_without_splits_and_a_folder_of_files_are_read_whole(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.Dataset.from_dict({"prompt": ["t5", "t6"]}).save_to_disk(tmp_path / "saved")
     assert [prompt.given for prompt in load(model, str(tmp_path / "saved")).train] == ["t5", "t6"]
+    for named, problem in (({"train_split": "test"}, "saved has no splits"), ({"subset": "main"}, "no configurations")):
+        with pytest.raises(ConfigError, match=problem):
+            load(model, str(tmp_path / "saved"), **named)
+    datasets.DatasetDict(small=datasets.Dataset.from_dict({"prompt": ["t7"]})).save_to_disk(tmp_path / "splits")
+    assert [prompt.given for prompt in load(model, str(tmp_path / "splits"), train_split="small").train] == ["t7"]
     (tmp_path / "files").mkdir()
     write_parquet(tmp_path / "files/train.parquet", [{"prompt": "t9"}])
     assert [row.values["prompt"] for row in read_rows(str(tmp_path / "files"))] == ["t9"]

@@ -344,3 +344,31 @@ def test_prompt_of_a_judge_names_columns_that_each_row_has(folder: Path) -> None
         "reward.judge.prompt: names answer, and train.jsonl line 2 has no columns besides the prompt: "
         "correct the name, or write a brace that is meant as text twice"
     )
+
+
+def test_a_split_or_subset_that_files_do_not_have_is_refused(folder: Path) -> None:
+    """Files and a saved dataset without splits are read whole, so a job that names a split would train on all rows."""
+    files = {"train": "train.jsonl", "eval": "train.jsonl"}
+    assert check(data=files) == []
+    [problem] = check(data={**files, "train_split": "train[:10]"})
+    assert problem == (
+        "data.train: train.jsonl has no splits, and the job names 'train[:10]': name the files of that split, or "
+        "remove data.train_split"
+    )
+    assert "remove data.eval_split" in check(data={**files, "eval_split": "validation"})[0]
+    assert check(data={**files, "subset": "main"})[0].startswith("data.subset: train.jsonl, train.jsonl has no conf")
+    assert check(data={**files, "eval": "nobody/nothing", "subset": "main"}) == []
+    sets = {"sets": {"math": {"data": "train.jsonl", "split": "test"}}}
+    assert "remove eval.sets.math.split" in check(data=files, eval=sets)[0]
+    sets = {"sets": {"math": {"data": "train.jsonl", "subset": "main"}}}
+    assert check(data=files, eval=sets)[0].startswith("eval.sets.math.subset: train.jsonl has no configurations")
+
+
+def test_all_names_taken_for_hugging_face_ids_are_notices(folder: Path) -> None:
+    assert check(data={"train": ["train.jsonl", "date/train"]}, models={"judge": {"model": "judges/one"}}) == []
+    notices = jobcheck.check(Path("job.yaml"), []).notices
+    assert "models.judge.model: judges/one is not a folder here: it is taken for a Hugging Face id" in notices
+    assert (
+        "data.train: date/train is not a file or folder here: it is taken for a Hugging Face id, and its rows are not "
+        "checked"
+    ) in notices

@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
+from rlboost.services.trainer.adapters.tokens import UNLOADABLE
 from rlboost.services.trainer.adapters.torch import packing
 from rlboost.services.trainer.adapters.torch.layers import EXPERTS
 from rlboost.services.trainer.adapters.torch.packing import (
@@ -543,7 +544,7 @@ def whole_critic(source: Path, attention: str) -> ValueModel:
             local_files_only=True,
         )
         return ValueModel(body, body.base_model_prefix).eval()
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+    except (*UNLOADABLE, SafetensorError) as error:
         raise ConfigError(f"model {source} cannot be loaded as a critic: {error}") from error
 
 
@@ -569,7 +570,7 @@ def empty_model(source: Path, attention: str, dtype: torch.dtype = torch.float32
                 attn_implementation=implementation_of(source, attention),
                 experts_implementation=EXPERTS,
             )
-    except (OSError, ValueError, KeyError) as error:
+    except UNLOADABLE as error:
         raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
     module.tie_weights()
     for parameter in module.parameters():

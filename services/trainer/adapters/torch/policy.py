@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
+from rlboost.services.trainer.adapters.tokens import UNLOADABLE
 from rlboost.services.trainer.adapters.torch.fsdp import FsdpRank
 from rlboost.services.trainer.adapters.torch.layers import attention_of, require_packed
 from rlboost.services.trainer.adapters.torch.packing import PACKED, one_row_each, token_batch
@@ -183,7 +184,7 @@ class RanksPolicy(ABC):
         require_known_experts(source)
         try:
             model = self._model_arguments(source, AutoConfig.from_pretrained(source, local_files_only=True))
-        except (OSError, ValueError, KeyError) as error:
+        except UNLOADABLE as error:
             raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
         require_whole_weights(source)
         return model
