@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlboost.shared.messages.codec import Count, Finite, JobId, Message, Seconds, Version, message
+from rlboost.shared.messages.codec import Count, EventKind, Finite, JobId, Message, Seconds, Version, message
 from rlboost.shared.messages.workers import Wait
 
 JobState = Literal["pending", "running", "paused", "completed", "failed", "cancelled"]
@@ -85,7 +85,7 @@ class StepReport(Message):
 class Event(Message):
     """Any service -> users: an event of a job. Best effort; no decision depends on it."""
 
-    kind: str
+    kind: EventKind
     at: Finite
     source: str
     fields: dict[str, Any] = Field(default_factory=dict)

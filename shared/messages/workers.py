@@ -13,6 +13,7 @@ from rlboost.shared.messages.codec import (
     Column64,
     Count,
     EntryId,
+    EventKind,
     Finite,
     JobId,
     Message,
@@ -280,7 +281,7 @@ class WorkerEvent(Message):
 
     worker: str
     job_id: str
-    kind: str
+    kind: EventKind
     at: Finite
     fields: dict[str, Any] = Field(default_factory=dict)
 

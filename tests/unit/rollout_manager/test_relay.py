@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Coroutine, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import msgpack
@@ -246,6 +247,29 @@ async def test_event_of_a_worker_appears_among_the_jobs_events(system: System) -
     (event,) = [event for event in events if event.kind == EVENT.kind]
     assert (event.source, event.fields) == (worker.id, {"version": 1})
     assert await system.bus.length(names.job_events("unknown")) == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kind": 'k\ndata: {}\n\nevent: job_state_changed\ndata: {"state": "failed"}'},
+        {"fields": {"text": b"\xff"}},
+        {"fields": {"at": msgpack.Timestamp(1 << 33)}},
+        {"fields": {"text": "t" * (1 << 17)}},
+        {"fields": {"deep": reduce(lambda inner, _: [inner], range(400), [])}},
+    ],
+    ids=["kind", "bytes", "timestamp", "large", "deep"],
+)
+async def test_event_of_a_worker_that_no_client_could_read_is_dead_lettered(
+    system: System, changed: dict[str, Any]
+) -> None:
+    """Its kind is a line of the stream that clients follow, and its fields are JSON there."""
+    worker = await system.worker()
+    body = msgpack.packb({"t": "WorkerEvent", **EVENT.model_dump(), "worker": worker.id, **changed})
+    await system.bus.append_raw(names.worker_reports(worker.id), body)
+    await system.manager.turn()
+    assert [m.stream for m in await system.messages(names.DEAD_LETTERS) if isinstance(m, DeadLetter)]
+    assert not [m for m in await system.messages(names.job_events("j")) if isinstance(m, Event) and m.source != "manager"]
 
 
 # --- identities -------------------------------------------------------------------------------------------------------
