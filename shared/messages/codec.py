@@ -44,7 +44,12 @@ Version = Annotated[int, Field(ge=-1, lt=(1 << 32) - 1)]
 """A weight version; -1 before the first."""
 Role = Literal["reserved", "preemptible"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MAX_SECONDS = 1e11
+"""Of a duration or a Unix time: any below it is a date that can be shown, and sums of them are finite."""
+Seconds = Annotated[float, Field(ge=0, lt=MAX_SECONDS, allow_inf_nan=False)]
+UnixTime = Seconds
+HourlyPrice = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+"""Dollars."""
 EventKind = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,100}$")]
 Span = Annotated[tuple[str, Version, Count], Strict(False)]
 """(worker, weight version, number of tokens) of consecutive tokens. msgpack decodes tuples as lists."""

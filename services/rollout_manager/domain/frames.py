@@ -136,7 +136,8 @@ def _starts_in_frames(row_bytes: Ints, n_rows: Ints) -> Ints:
     """Return where each row's bytes begin in its frame's column."""
     starts = np.concatenate(([0], row_bytes.cumsum()))
     first_rows = n_rows.cumsum() - n_rows
-    return starts[:-1] - np.repeat(starts[first_rows], n_rows)
+    within: Ints = starts[:-1] - np.repeat(starts[first_rows], n_rows)
+    return within
 
 
 def _mismatch(frame: TokenFrame) -> Unprocessable:

@@ -268,8 +268,8 @@ async def test_number_beyond_a_limit_is_rejected_by_name(tmp_path: Path) -> None
         assert "num_samples" in many["error"]["message"]
         saved = await caller.post("save_weights", model_id=model, seq_id=2, path="x", ttl_seconds=10**15)
         assert "ttl_seconds" in (await caller.result(saved)).json()["error"]
-        body = _encoded(1, 7) + _encoded(2, b"x")
-        damaged = await http.post("/api/v1/forward_backward", content=body, headers={"Content-Type": PROTOBUF})
+        content = _encoded(1, 7) + _encoded(2, b"x")
+        damaged = await http.post("/api/v1/forward_backward", content=content, headers={"Content-Type": PROTOBUF})
         assert (damaged.status_code, "no protobuf" in damaged.text) == (422, True)
 
 

@@ -27,8 +27,8 @@ from rlboost.shared.weights.peers import directory, selection, source
 from rlboost.shared.weights.peers.directory import CLAIM_S, Peer, PeerDirectory
 from rlboost.shared.weights.peers.selection import (
     ALL,
-    MAX_FROM_STORE,
     MAX_CLAIMED_S,
+    MAX_FROM_STORE,
     MAX_IDLE_S,
     MAX_PER_PEER,
     BlobIndex,
