@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rlboost.client import Client, ClientError, Json
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import worker_name
-from rlboost.shared.page.files import STATIC
+from rlboost.shared.page import STATIC
 from rlboost.shared.validation import first_error
 
 # --- The record of a run, the input of its report ---------------------------------------------------------------------

@@ -277,6 +277,12 @@ def memory(
             "or 4096 with --model.",
         ),
     ] = 0,
+    image_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Tokens of images among those of a micro-batch; by default all, if the model sees images."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compute the GPU memory of a job's training from its model's config.json, before anything loads.
@@ -288,35 +294,38 @@ def memory(
     if (job_file is None) == (model is None):
         raise ConfigError("give a job file, or --model FOLDER or --model OWNER/NAME")
     if model is not None:
-        _show_fit(model, tokens or _TOKENS, as_json=as_json)
+        _show_fit(model, tokens or _TOKENS, image_tokens, as_json=as_json)
         return
     from rlboost.jobs.memory import estimate  # noqa: PLC0415 - keeps --help quick
     from rlboost.shared.job.file import load  # noqa: PLC0415 - likewise
     from rlboost.shared.job.spec import parse  # noqa: PLC0415 - likewise
 
     spec = parse(load(str(job_file), overrides or []))
-    found = estimate(spec, tokens)
+    found = estimate(spec, tokens, image_tokens)
     if as_json:
         print_json(found._asdict())
         return
     echo(
         f"{spec.model}: {found.parameters / 1e9:.2f} billion parameters, {found.active_parameters / 1e9:.2f} per token"
     )
-    echo(f"on each of {found.gpus} GPUs, with {found.tokens} tokens in a micro-batch:")
+    of_images = f", {found.image_tokens} of them of images," if found.image_tokens else ""
+    echo(f"on each of {found.gpus} GPUs, with {found.tokens} tokens{of_images} in a micro-batch:")
     for name, n_bytes in found.bytes.items():
         echo(f"  {name.replace('_', ' '):<28}{n_bytes / _GIB:>8.1f} GiB")
 
 
-def _show_fit(model: str, tokens: int, *, as_json: bool) -> None:
+def _show_fit(model: str, tokens: int, image_tokens: int | None, *, as_json: bool) -> None:
     from rlboost.jobs.hub import config_of  # noqa: PLC0415 - likewise
     from rlboost.jobs.memory import fit_of  # noqa: PLC0415 - keeps --help quick
 
-    found = fit_of(config_of(model), tokens)
+    found = fit_of(config_of(model), tokens, image_tokens)
     if as_json:
         print_json({**found._asdict(), "variants": [variant._asdict() for variant in found.variants]})
         return
     echo(f"{model}: {found.parameters / 1e9:.2f} billion parameters, {found.active_parameters / 1e9:.2f} per token")
     echo(f"trainer, GiB on each GPU, computed: bfloat16, AdamW, activation checkpointing, {tokens:,} tokens at a time")
+    if found.image_tokens:
+        echo(f"({found.image_tokens:,} of them of images: see --image-tokens)")
     echo("(the last columns: what stays there while a reserved worker generates, by trainer.offload)")
     columns = ("", "update", "smallest GPU", *(f"offload {name}" for name in found.variants[0].generating_gib))
     rows = [

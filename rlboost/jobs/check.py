@@ -26,7 +26,7 @@ from rlboost.jobs.model_check import (
 )
 from rlboost.local.layout import DeviceSummary, n_gpus
 from rlboost.shared.data.examples import examples_of, labelled_of, margin_of, pair_of, prompt_of
-from rlboost.shared.data.images import split_images
+from rlboost.shared.data.images import conversation_key, split_images
 from rlboost.shared.data.rows import (
     BadRow,
     Row,
@@ -54,7 +54,13 @@ from rlboost.shared.job.reward import column_problem
 from rlboost.shared.job.spec import GeneratingJob, InvalidJob, JobSpec, RlJob, parse
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.experts import count_in_experts
-from rlboost.shared.model.folder import REWARD_MODEL, count_parameters, read_config, require_reward_model
+from rlboost.shared.model.folder import (
+    REWARD_MODEL,
+    count_in_tower,
+    count_parameters,
+    read_config,
+    require_reward_model,
+)
 from rlboost.shared.user_code import ForbiddenFunction, check_arguments
 
 # --- Check a job whose model is a folder against the GPUs of the system, before anything loads ------------------------
@@ -79,13 +85,14 @@ def fit(spec: JobSpec, devices: DeviceSummary) -> Fit:
         config = read_config(Path(spec.model).expanduser())
         n_parameters = count_parameters(Path(spec.model).expanduser())
         n_in_experts = count_in_experts(Path(spec.model).expanduser())
+        n_in_tower = count_in_tower(Path(spec.model).expanduser())
     except ConfigError:
         return found
-    config = config.get("text_config", config)
     if devices.tensor_parallel:
-        _check_engines(spec, config, n_parameters, devices, found)
+        _check_engines(spec, config.get("text_config", config), n_parameters, devices, found)
     if spec.kind != "eval" and spec.trainer.nodes == 1:  # the GPUs of other machines are not known here
-        model = memory.trained_model(spec, n_parameters, n_in_experts, *_added_parameters(spec, config))
+        added = _added_parameters(spec, config)
+        model = memory.trained_model(spec, n_parameters, n_in_experts, *added, n_in_tower=n_in_tower)
         _check_trainer(spec, model, devices, found)
     return found
 
@@ -540,7 +547,8 @@ def _rows(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
 
 def _prompt(spec: PromptDataSpec | OfflineDataSpec, key: str, row: Row, *, sees_images: bool) -> object:
     if isinstance(spec, SftDataSpec):
-        return examples_of(row.values, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
+        shown = split_images(row.values, conversation_key(row.values, key)).values if sees_images else row.values
+        return examples_of(shown, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
     if isinstance(spec, RewardDataSpec):
         if (labelled := labelled_of(row.values, key, spec.chosen_key)) is not None:
             return labelled[0].prompt

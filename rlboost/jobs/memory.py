@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlboost.jobs.hub import is_hub_id, nearest
+from rlboost.jobs.vision_memory import TowerSize, tower_of
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.images import require_supported
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import CHUNK_LOGITS, MAX_LOGITS, LoraSpec, TrainerSpec
 from rlboost.shared.model.folder import read_config
@@ -24,7 +26,7 @@ from rlboost.shared.model.folder import read_config
 # --- The sizes of a decoder from its Hugging Face configuration, without its weights. Pure ----------------------------
 
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl")
 """Model types with grouped-query attention and a gated MLP or experts in every layer."""
 
 
@@ -46,6 +48,8 @@ class ModelSize:
     experts: int = 0
     """Experts per layer, 0 in a dense model."""
     experts_per_token: int = 0
+    tower: TowerSize | None = None
+    """Of a model that sees images."""
 
     @property
     def embeddings(self) -> int:
@@ -70,7 +74,12 @@ class ModelSize:
     @property
     def total(self) -> int:
         """Return all parameters, without biases and norms of heads."""
-        return self.layers * self.layer + self.embeddings + self.hidden
+        return self.layers * self.layer + self.embeddings + self.hidden + self.in_tower
+
+    @property
+    def in_tower(self) -> int:
+        """Return the parameters of the vision tower."""
+        return self.tower.total if self.tower is not None else 0
 
     @property
     def in_experts(self) -> int:
@@ -79,8 +88,20 @@ class ModelSize:
 
     @property
     def active(self) -> int:
-        """Return the parameters that compute one token."""
+        """Return the parameters that compute one token of text."""
         return self.layers * self._layer(max(1, self.experts_per_token)) + self.embeddings + self.hidden
+
+    def image_tokens(self, n_tokens: int, given: int | None = None) -> int:
+        """Return how many of some tokens are of images: those given, or all, and none if the model sees no images.
+
+        Raises:
+            ConfigError: more are given.
+
+        """
+        most = n_tokens if self.tower is not None else 0
+        if given is not None and given > most:
+            raise ConfigError(f"{given} tokens of images: a micro-batch of this model has at most {most}: lower them")
+        return most if given is None else given
 
     def _layer(self, n_experts: int) -> int:
         attention = self.hidden * 2 * (self.query + self.key)
@@ -117,7 +138,7 @@ def size_of(config: Mapping[str, Any]) -> ModelSize:
         ConfigError: another kind of model, or a key is missing.
 
     """
-    family = config.get("model_type")
+    family, whole, config = config.get("model_type"), config, config.get("text_config", config)
     if family not in FAMILIES:
         raise ConfigError(f"model type {family}: its memory cannot be computed (known: {', '.join(FAMILIES)})")
     is_mixture = family == "qwen3_moe"
@@ -133,10 +154,11 @@ def size_of(config: Mapping[str, Any]) -> ModelSize:
             key=(config.get("num_key_value_heads") or heads) * head_dim,
             mlp=config["moe_intermediate_size" if is_mixture else "intermediate_size"],
             vocabulary=config["vocab_size"],
-            tied=config.get("tie_word_embeddings", False),
+            tied=whole.get("tie_word_embeddings", config.get("tie_word_embeddings", False)),
             qk_norm=family.startswith("qwen3"),
             experts=_n_experts(config) if is_mixture else 0,
             experts_per_token=config["num_experts_per_tok"] if is_mixture else 0,
+            tower=tower_of(whole),
         )
     except KeyError as error:
         raise ConfigError(f"config.json has no {error.args[0]}: add it") from error
@@ -165,6 +187,8 @@ class TrainedModel:
     muon: bool = False
     n_in_experts: int = 0
     """How many of the parameters are in experts, which megatron's `expert_parallel` divides."""
+    n_frozen: int = 0
+    """How many of them are in a vision tower that is not trained; only with torch, and without an adapter."""
     n_added: int = 0
     """Parameters of an adapter and of a critic, which AdamW trains in float32; only with torch."""
     n_teacher: int = 0
@@ -190,8 +214,7 @@ def teacher_parameters(spec: JobSpec) -> int:
     """
     if not spec.held_teacher:
         return 0
-    config = read_config(Path(spec.held_teacher).expanduser())
-    return size_of(config.get("text_config", config)).total
+    return size_of(read_config(Path(spec.held_teacher).expanduser())).total
 
 
 def scoring_parameters(spec: JobSpec) -> int:
@@ -203,7 +226,7 @@ def scoring_parameters(spec: JobSpec) -> int:
     """
     configs = [read_config(Path(part.model).expanduser()) for part in spec.reward_parts if part.model]
     n_processes = spec.reward.workers if spec.reward is not None else 0
-    return n_processes * sum(size_of(config.get("text_config", config)).reward_model for config in configs)
+    return n_processes * sum(size_of(config).reward_model for config in configs)
 
 
 def trained_model(
@@ -213,6 +236,8 @@ def trained_model(
     n_added: int = 0,
     n_teacher: int = 0,
     n_reward_models: int = 0,
+    *,
+    n_in_tower: int = 0,
 ) -> TrainedModel:
     """Return what a job trains.
 
@@ -223,6 +248,7 @@ def trained_model(
         n_added: see `added_parameters`.
         n_teacher: see `teacher_parameters`.
         n_reward_models: see `scoring_parameters`.
+        n_in_tower: how many parameters are in the vision tower.
 
     """
     return TrainedModel(
@@ -232,6 +258,7 @@ def trained_model(
         has_entropies=spec.kind == "rl" and spec.algorithm.entropy_coef > 0,
         muon=spec.optimizer.name == "muon",
         n_in_experts=n_in_experts,
+        n_frozen=n_in_tower if spec.trainer.freeze_vision_tower and spec.adapter is None else 0,
         n_added=n_added,
         n_teacher=n_teacher,
         scores=spec.kind == "reward",
@@ -243,7 +270,8 @@ def state_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     """Return weights, optimizer state and gradients on each of the trainer's GPUs during an update.
 
     Per parameter: 16 bytes in float32 (weights 4, AdamW's moments 8, gradients 4), with Muon 12; 18 with megatron in
-    bfloat16 (a float32 master copy); 4 or 2 if frozen, of a teacher too; 16 of an adapter or a critic. FSDP2
+    bfloat16 (a float32 master copy); 4 or 2 if frozen, of a teacher too, 4 in a frozen vision tower; 16 of an adapter
+    or a critic. FSDP2
     divides them by `fsdp_size`, by default `data_parallel` x `context_parallel`; megatron by `tensor_parallel` x
     `pipeline_parallel`, those of experts also by `expert_parallel`; moments and master copies by `data_parallel` x
     `context_parallel` with `distributed_optimizer`, of experts too.
@@ -294,7 +322,7 @@ def _per_parameter(model: TrainedModel, spec: TrainerSpec) -> tuple[float, float
 def _on_each_gpu(model: TrainedModel, weights: float, optimizer: float, spec: TrainerSpec) -> float:
     """Return bytes on each GPU for this many bytes per parameter: of weights and gradients, and of the optimizer."""
     if spec.backend == "torch":
-        return model.n_parameters * (weights + optimizer) / spec.n_shards
+        return (model.n_parameters * (weights + optimizer) - model.n_frozen * (4 + optimizer)) / spec.n_shards
     in_replica = model.n_parameters - model.n_in_experts * (1 - 1 / spec.expert_parallel)
     n_copies = spec.data_parallel * spec.context_parallel
     updated = model.n_parameters / n_copies if spec.distributed_optimizer else in_replica
@@ -325,20 +353,24 @@ class Estimate(NamedTuple):
     gpus: int
     tokens: int
     """Tokens of one GPU's part of a micro-batch."""
+    image_tokens: int
+    """How many of them are of images, each computed once."""
     bytes: dict[str, int]
     """Purpose -> bytes on each GPU, and `total`; only `state` where the rest is unknown."""
 
 
-def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
+def estimate(spec: JobSpec, longest_sample: int = 0, image_tokens: int | None = None) -> Estimate:
     """Return the memory of a job whose model is a local folder; only its `config.json` is read.
 
     Args:
         spec: the job.
         longest_sample: tokens of the longest sample with its prompt; 0: `sampling.max_tokens`, and with `kind: sft`,
             `dpo` and `reward`, whose samples are not known here, a GPU's part of a micro-batch.
+        image_tokens: those of images in a GPU's part of a micro-batch; None: all, if the model sees images.
 
     Raises:
-        ConfigError: the job trains nothing, or the model is not a local folder, or of an unknown kind.
+        ConfigError: the job trains nothing, or the model is not a local folder, of an unknown kind, or one that the job
+            does not support.
 
     """
     if spec.kind == "eval":
@@ -347,19 +379,23 @@ def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
     if not folder.is_dir():
         raise ConfigError(_no_folder(spec.model))
     config = read_config(folder)
-    size, trainer = size_of(config.get("text_config", config)), spec.trainer
+    size, trainer = size_of(config), spec.trainer
+    require_supported(spec, config)
     longest_sample = longest_sample or (spec.sampling.max_tokens if spec.kind == "rl" else 0)
     n_tokens = max(trainer.micro_batch_tokens // trainer.data_parallel, longest_sample)
     n_tokens = -(-n_tokens // trainer.context_parallel)
     added = added_parameters(spec, size), teacher_parameters(spec), scoring_parameters(spec)
     n_trained = size.reward_model if spec.kind == "reward" else size.total
-    model = trained_model(spec, n_trained, size.in_experts, *added)
+    model = trained_model(spec, n_trained, size.in_experts, *added, n_in_tower=size.in_tower)
+    n_of_images = size.image_tokens(n_tokens, image_tokens)
     if spec.adapter is not None or trainer.backend == "megatron":
         found = {"state": state_bytes(model, trainer)}
     else:
-        update = update_memory(size, model, trainer, n_tokens)
+        update = update_memory(size, model, trainer, n_tokens, n_of_images)
         found = {**update._asdict(), "total": update.total}
-    return Estimate(n_trained, size.active, trainer.n_ranks, n_tokens, found)
+        if size.tower is None:
+            del found["images"]
+    return Estimate(n_trained, size.active, trainer.n_ranks, n_tokens, n_of_images, found)
 
 
 def _no_folder(model: str) -> str:
@@ -379,6 +415,8 @@ class UpdateMemory(NamedTuple):
     """Saved for the backward pass."""
     recomputed_layer: int
     """Activations of the layer that is being recomputed, with activation checkpointing."""
+    images: int
+    """Saved by the vision tower for the backward pass."""
     logits: int
     """Logits of a chunk of tokens, their gradient, and a part of both in float32."""
     working_weights: int
@@ -387,10 +425,13 @@ class UpdateMemory(NamedTuple):
     @property
     def total(self) -> int:
         """Return the peak: logits are freed before a layer is recomputed."""
-        return self.state + self.activations + self.working_weights + max(self.logits, self.recomputed_layer)
+        saved = self.activations + self.images
+        return self.state + saved + self.working_weights + max(self.logits, self.recomputed_layer)
 
 
-def update_memory(size: ModelSize, model: TrainedModel, spec: TrainerSpec, n_tokens: int) -> UpdateMemory:
+def update_memory(
+    size: ModelSize, model: TrainedModel, spec: TrainerSpec, n_tokens: int, image_tokens: int | None = None
+) -> UpdateMemory:
     """Return the bytes of an update.
 
     Args:
@@ -398,6 +439,7 @@ def update_memory(size: ModelSize, model: TrainedModel, spec: TrainerSpec, n_tok
         model: what is trained.
         spec: the job file's section `trainer`, of the torch backend.
         n_tokens: number of tokens in one GPU's part of a micro-batch, all of them trained.
+        image_tokens: see `estimate`.
 
     """
     half = spec.dtype == "bfloat16"
@@ -410,11 +452,20 @@ def update_memory(size: ModelSize, model: TrainedModel, spec: TrainerSpec, n_tok
     # Their softmax; in bfloat16 also a copy of them; the terms of entropies.
     logits += (1 + half + model.has_entropies) * 4 * min(CHUNK_LOGITS, n_logits)
     n_cast = (1 if checkpointed else size.layers) * size.layer + (0 if model.scores else size.vocabulary * size.hidden)
+    recomputed, images, in_root, largest = layer if checkpointed else 0, 0, size.embeddings, size.layer
+    if (tower := size.tower) is not None:
+        n_patches = size.image_tokens(n_tokens, image_tokens) * tower.patches_per_token
+        is_frozen = model.frozen or model.n_frozen > 0
+        images = n_patches * tower.saved_bytes(half=half, checkpointed=checkpointed, frozen=is_frozen)
+        if not is_frozen:
+            recomputed = max(recomputed, n_patches * tower.layer_bytes(half=half) if checkpointed else 0)
+            n_cast += tower.root if checkpointed else tower.total
+        in_root, largest = in_root + tower.root, max(largest, tower.layer)
     working = 2 * n_cast if half else 0
     if spec.n_shards > 1:
         # The root's own parameters stay gathered for the whole pass, a layer's while it computes.
-        working += 4 * (size.embeddings + size.layer)
-    return UpdateMemory(state_bytes(model, spec), activations, layer if checkpointed else 0, logits, working)
+        working += 4 * (in_root + largest)
+    return UpdateMemory(state_bytes(model, spec), activations, recomputed, images, logits, working)
 
 
 def token_bytes(size: ModelSize, *, half: bool) -> int:
@@ -442,15 +493,15 @@ _KV_FILL = 0.85
 """Part of vLLM's cache that the manager fills."""
 
 
-def full_gib(size: ModelSize, tokens: int, gpus: int = 1) -> float:
+def full_gib(size: ModelSize, tokens: int, gpus: int = 1, image_tokens: int | None = None) -> float:
     """Return the trainer's peak on each GPU: float32 weights, gradients and moments, sharded by FSDP2."""
-    return _gib(size, TrainedModel(size.total), tokens, gpus)
+    return _gib(size, TrainedModel(size.total), tokens, gpus, image_tokens)
 
 
-def lora_gib(size: ModelSize, tokens: int, lora: LoraSpec) -> float:
+def lora_gib(size: ModelSize, tokens: int, lora: LoraSpec, image_tokens: int | None = None) -> float:
     """Return the trainer's peak with a bfloat16 base, which is not cast for matmuls, and a float32 adapter."""
     model = TrainedModel(size.total, frozen=True, n_added=adapter_parameters(size, lora))
-    update = update_memory(size, model, _trainer(1), tokens)
+    update = update_memory(size, model, _trainer(1), tokens, image_tokens)
     layer_inputs = 2 * tokens * size.hidden * size.layers
     update = update._replace(working_weights=0, activations=update.activations - layer_inputs)
     return update.total / _GIB + _CONTEXT_GIB
@@ -487,34 +538,41 @@ class ModelFit(NamedTuple):
     active_parameters: int
     """Parameters that compute one token; fewer than all in a mixture of experts."""
     tokens: int
+    image_tokens: int
+    """How many of them are of images."""
     variants: list[Variant]
     samples: dict[str, int]
     """GPU of a worker -> samples that its KV cache holds; 0: the model does not fit."""
 
 
-def fit_of(config: Mapping[str, Any], tokens: int) -> ModelFit:
+def fit_of(config: Mapping[str, Any], tokens: int, image_tokens: int | None = None) -> ModelFit:
     """Return what fits of the model that a `config.json` describes.
 
     Args:
         config: the model's configuration.
         tokens: of the longest sample with its prompt.
+        image_tokens: how many of them are of images; None: all, if the model sees images.
 
     Raises:
         ConfigError: a kind of model whose memory cannot be computed.
 
     """
-    size, lora = size_of(config.get("text_config", config)), LoraSpec(rank=32, alpha=64)
+    size, lora = size_of(config), LoraSpec(rank=32, alpha=64)
+    n_of_images = size.image_tokens(tokens, image_tokens)
     whole = TrainedModel(size.total)
     adapted = TrainedModel(size.total, frozen=True, n_added=adapter_parameters(size, lora))
     muon = TrainedModel(size.total, muon=True)
     found = [
-        _variant("all weights, 1 GPU", full_gib(size, tokens), whole),
-        _variant("all weights with Muon, 1 GPU", _gib(size, muon, tokens, 1), muon),
-        *(_variant(f"all weights, each of {n} GPUs", full_gib(size, tokens, n), whole, n) for n in (2, 4, 8)),
-        _variant(f"LoRA of rank {lora.rank}, 1 GPU", lora_gib(size, tokens, lora), adapted),
+        _variant("all weights, 1 GPU", full_gib(size, tokens, 1, n_of_images), whole),
+        _variant("all weights with Muon, 1 GPU", _gib(size, muon, tokens, 1, n_of_images), muon),
+        *(
+            _variant(f"all weights, each of {n} GPUs", full_gib(size, tokens, n, n_of_images), whole, n)
+            for n in (2, 4, 8)
+        ),
+        _variant(f"LoRA of rank {lora.rank}, 1 GPU", lora_gib(size, tokens, lora, n_of_images), adapted),
     ]
     samples = {name: n_samples(size, tokens, gib) for name, gib in GPUS.items()}
-    return ModelFit(size.total, size.active, tokens, found, samples)
+    return ModelFit(size.total, size.active, tokens, n_of_images, found, samples)
 
 
 def _variant(name: str, gib: float, model: TrainedModel, gpus: int = 1) -> Variant:
@@ -525,8 +583,8 @@ def _variant(name: str, gib: float, model: TrainedModel, gpus: int = 1) -> Varia
     return Variant(name, gib, smallest(gib), stays)
 
 
-def _gib(size: ModelSize, model: TrainedModel, tokens: int, gpus: int) -> float:
-    return update_memory(size, model, _trainer(gpus), tokens).total / _GIB + _CONTEXT_GIB
+def _gib(size: ModelSize, model: TrainedModel, tokens: int, gpus: int, image_tokens: int | None) -> float:
+    return update_memory(size, model, _trainer(gpus), tokens, image_tokens).total / _GIB + _CONTEXT_GIB
 
 
 def _trainer(gpus: int) -> TrainerSpec:

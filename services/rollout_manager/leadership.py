@@ -174,7 +174,8 @@ class Leadership:
         """The manager that may be replaced before its lease expires."""
         self._highest_epoch = 0
         self.redis_lost_data = False
-        """True if the epoch had fallen when this manager acquired the lease: Redis has lost its data."""
+        """True if the epoch had fallen when this manager acquired the lease: Redis has lost its data. The manager sets
+        it to False once it has restored what it knows, which may take several tries."""
 
     @property
     def leads(self) -> bool:
@@ -217,7 +218,7 @@ class Leadership:
             return False
         if not await self._lease.acquire(self._value, replacing=held, ttl_s=self._recovery_lease_s):
             return False
-        self.redis_lost_data = epoch < before
+        self.redis_lost_data |= epoch < before
         self._highest_epoch = self._lease.epoch or 0
         await self._write_protocol()
         self._may_succeed_address = False

@@ -396,6 +396,7 @@ class Manager:
         self._pending_trims.clear()
         # Store the cursors of this recovery now, so that what it counted is not counted again.
         await self._commit(recovered.effects, dict(self._cursors))
+        self._leadership.redis_lost_data = False
         self.recovered = True
         return True
 

@@ -9,14 +9,15 @@ import sys
 from datetime import datetime
 
 import structlog
+from fastapi import FastAPI
 
-from rlboost.services.trainer import api
 from rlboost.services.trainer.adapters.machines.registry import TrainerMachines
 from rlboost.services.trainer.app import Limits, Trainer
 from rlboost.services.trainer.job.job import DeviceThread
 from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.http import server as http
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.process.lifecycle import run_service, supervise
 from rlboost.shared.process.system import bind_to_cpus, gc_paused
@@ -67,7 +68,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         "lease": trainer.renew_lease,
         "protocol": leader_check(bus),
         "logs": log_sender(bus, config.trainer_name, trainer.active_jobs),
-        "http": http.server_loop(api.create(trainer, token, waits), sock, config.certificate),
+        "http": http.server_loop(create_app(trainer, token, waits), sock, config.certificate),
     }
     if machines is not None:
         loops["machines"] = machines.serve
@@ -78,6 +79,12 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         await bus.close()
 
 
+def create_app(trainer: Trainer, token: str, waits: Waits) -> FastAPI:
+    """Return the HTTP interface, which has only the routes of every service."""
+    guard = Guard.of_token(token)
+    return http.create_app("RLBoost trainer", guard=guard, not_ready_reason=trainer.not_ready_reason, waits=waits)
+
+
 def _import_build() -> None:
     with gc_paused():
         importlib.import_module("rlboost.services.trainer.build")
@@ -85,6 +92,5 @@ def _import_build() -> None:
 
 if __name__ == "__main__":
     code = run_service("trainer", Settings, main)
-    if code:
-        sys.stdout.flush()
-        os._exit(code)  # the interpreter would wait for a call on the device that does not end
+    sys.stdout.flush()
+    os._exit(code)  # the interpreter would wait for a call on the device, and free all memory first

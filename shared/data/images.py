@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlboost.shared.data.examples import MESSAGES, Example
 from rlboost.shared.data.messages import parsed_messages
 from rlboost.shared.data.rows import is_messages
-from rlboost.shared.data.vision import FAMILIES, MARK, VisionConfig, encode
+from rlboost.shared.data.vision import FAMILIES, MARK, PLACES, VisionConfig, encode
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages.requests import MAX_IMAGE_BYTES
 from rlboost.shared.process.modules import pip_install
@@ -39,7 +40,7 @@ _PROCESSOR = {
     "image_std": [*FAMILIES["qwen2_5_vl"].std],
     "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
 }
-"""Key of `preprocessor_config.json` -> what transformers takes without it; `size` is the least and most pixels."""
+"""Key of the image processor -> what transformers takes without it; `size` is the least and most pixels."""
 _SAME = ("do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize")
 """Of these, those with one value in all families."""
 _MOST_STRETCHED = 200
@@ -90,8 +91,30 @@ def split_images(values: Mapping[str, Any], prompt_key: str) -> RowImages:
         raise ConfigError("the row has images in its messages and in a column: give them in one of the two")
     if (n_marks := len(in_parts)) != (n_images := len(of_column or own)):
         raise ConfigError(f"the row has {n_images} images, and its messages show {n_marks}: give as many as they show")
+    if (n_places := str(messages).count(MARK)) != n_images:  # in texts, too
+        raise ConfigError(PLACES.format(n_images=n_images, n_places=n_places))
     rest = {name: value for name, value in values.items() if name not in COLUMNS or name == prompt_key}
     return RowImages({**rest, prompt_key: messages}, of_column or own, columns[0] if columns else "")
+
+
+def conversation_key(values: Mapping[str, Any], prompt_key: str) -> str:
+    """Return the column of the messages that show the images of a row for fine-tuning; see `examples_of`."""
+    return prompt_key if prompt_key in values else MESSAGES
+
+
+def n_before_answer(example: Example) -> int:
+    """Return how many images of its row an example shows, which are all before its completion.
+
+    Raises:
+        ConfigError: its completion shows one.
+
+    """
+    if MARK in str(example.completion):
+        raise ConfigError(
+            "a message of the assistant that is trained shows an image, and models write text only: move the image to "
+            "a message before it, or leave out the row"
+        )
+    return str(example.prompt).count(MARK)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -151,15 +174,8 @@ class ImageReader:
             ConfigError: its images are prepared in another way than those of its family.
 
         """
-        file = model / "preprocessor_config.json"
-        try:
-            own = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"model {model}: {file.name} cannot be read, which images need ({error}): copy the file of the model "
-                "that this one was trained from"
-            ) from error
-        processor = _PROCESSOR | {name: value for name, value in own.items() if value is not None}
+        file, own = _processor_of(model)
+        processor: dict[str, Any] = {**_PROCESSOR, **{name: one for name, one in own.items() if one is not None}}
         expected = {name: _PROCESSOR[name] for name in _SAME} | {
             "patch_size": vision.patch_size,
             "temporal_patch_size": vision.temporal_patch_size,
@@ -243,6 +259,25 @@ class ImageReader:
             scale = math.sqrt(self._least / (height * width))
             rounded = [factor * math.ceil(n * scale / factor) for n in (height, width)]
         return max(factor, rounded[0]), max(factor, rounded[1])
+
+
+def _processor_of(model: Path) -> tuple[Path, dict[str, Any]]:
+    """Return what a directory says of the preparation of images, and the file: of several the one transformers takes.
+
+    Transformers 5 writes it into `processor_config.json`, earlier releases wrote a file of its own.
+    """
+    file = model / "processor_config.json"
+    try:
+        whole = dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        if "image_processor" in whole:
+            return file, dict(whole["image_processor"])
+        file = model / "preprocessor_config.json"
+        return file, dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"model {model}: {file.name} cannot be read, which images need ({error}): copy the file of the model "
+            "that this one was trained from"
+        ) from error
 
 
 def _in_rgb(image: Any) -> Any:

@@ -43,6 +43,10 @@ TOWER = "visual"
 """The module of these models that encodes images, as a component of its tensors' names."""
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 """What the chat templates of these families write in place of an image."""
+PLACES = (
+    "the prompt has {n_images} images and {n_places} places for images: give each image one place, and write no "
+    "special token of images in a text"
+)
 _HEADER = struct.Struct("<II")
 
 
@@ -150,10 +154,7 @@ def expanded(ids: Sequence[int], grids: Sequence[tuple[int, int]], vision: Visio
 
     """
     if (n_marks := ids.count(vision.image_token_id)) != len(grids):
-        raise ConfigError(
-            f"the prompt has {len(grids)} images and {n_marks} places for images: give each image one place, and write "
-            "no special token of images in a text"
-        )
+        raise ConfigError(PLACES.format(n_images=len(grids), n_places=n_marks))
     sizes = iter(vision.n_tokens(grid) for grid in grids)
     return [token for id_ in ids for token in [id_] * (next(sizes) if id_ == vision.image_token_id else 1)]
 

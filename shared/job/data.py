@@ -54,8 +54,8 @@ class DataSpec(Section):
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Rows with longer prompts are left out and counted."""
     max_image_pixels: int | None = Field(None, ge=1)
-    """Larger images are made smaller, to at most this many pixels; by default those of the model's
-    `preprocessor_config.json`. An image has at most 1.39 million."""
+    """Larger images are made smaller, to at most this many pixels; by default those of the model's image processor. An
+    image has at most 1.39 million."""
 
     @property
     def rows(self) -> tuple[Rows, ...]:

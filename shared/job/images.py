@@ -52,7 +52,7 @@ def require_images(spec: JobSpec) -> None:
         ConfigError: names the key of the job file.
 
     """
-    if spec.kind not in ("rl", "eval"):
+    if spec.kind not in ("rl", "eval", "sft"):
         raise ConfigError(f"kind: {spec.kind} does not train on images, which the row has: leave out the row")
     for section in ("environment", "agent"):
         if getattr(spec, section) is not None:

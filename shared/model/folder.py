@@ -12,7 +12,7 @@ from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
-from rlboost.shared.data.vision import tensor_name
+from rlboost.shared.data.vision import TOWER, tensor_name
 from rlboost.shared.errors import ConfigError
 
 # --- The tokens that end a completion of a model, from the files of its folder ----------------------------------------
@@ -345,6 +345,16 @@ def count_parameters(model: Path) -> int:
 
     """
     return sum(map(math.prod, read_tensor_shapes(model).values()))
+
+
+def count_in_tower(model: Path) -> int:
+    """Return how many of them are in the tower that encodes images.
+
+    Raises:
+        ConfigError: the weights cannot be read.
+
+    """
+    return sum(math.prod(shape) for name, shape in read_tensor_shapes(model).items() if TOWER in name.split("."))
 
 
 def non_weight_files(model: Path) -> list[Path]:

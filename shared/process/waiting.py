@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import stamina
@@ -26,6 +27,16 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 
+class _LastError:
+    """Why the last try of a call failed that a wait contains; empty after one that succeeded."""
+
+    text = ""
+
+
+_last_error: ContextVar[_LastError | None] = ContextVar("last_error", default=None)
+"""That of the innermost wait; tasks that are created within the wait have it too."""
+
+
 async def retry_while(
     unavailable: type[Exception] | Callable[[Exception], bool],
     call: Callable[[], Awaitable[T]],
@@ -37,6 +48,8 @@ async def retry_while(
 ) -> T:
     """Return the result of an idempotent call, which is repeated while it fails with such an error.
 
+    The wait that contains it shows the error.
+
     Args:
         unavailable: the errors after which the call is repeated; any other is raised.
         call: makes the call.
@@ -46,8 +59,16 @@ async def retry_while(
         jitter_s: up to this much is added to a pause at random, up to `longest_s`.
 
     """
+    last_error = _last_error.get() or _LastError()
+
+    def is_retried(error: Exception) -> bool:
+        found = isinstance(error, unavailable) if isinstance(unavailable, type) else unavailable(error)
+        if found:
+            last_error.text = str(error) or repr(error)
+        return found
+
     retries = stamina.retry_context(
-        on=unavailable,
+        on=is_retried,
         attempts=None,
         timeout=limit_s,
         wait_initial=first_s,
@@ -56,7 +77,9 @@ async def retry_while(
     )
     async for attempt in retries:
         with attempt:
-            return await call()
+            result = await call()
+            last_error.text = ""
+            return result
     raise AssertionError("a retry context ends with a result or an error")
 
 
@@ -72,7 +95,7 @@ class Waits:
     """The current waits of one process."""
 
     def __init__(self) -> None:
-        self._active: dict[int, tuple[Wait, Callable[[], str]]] = {}
+        self._active: dict[int, tuple[Wait, Callable[[], str], _LastError]] = {}
         self._numbers = itertools.count()
         self._timed_out: deque[Wait] = deque(maxlen=_MAX_TIMED_OUT)
 
@@ -101,23 +124,27 @@ class Waits:
         """
         number = next(self._numbers)
         wait = Wait(subject=subject, because=because, since=time.time(), limit_s=limit_s, kind=kind)
-        self._active[number] = (wait, progress)
+        outer, last_error = _last_error.get(), _LastError()
+        self._active[number] = (wait, progress, last_error)
+        _last_error.set(last_error)
         try:
             async with asyncio.timeout(limit_s) as timer:
                 yield
         except TimeoutError as error:
             if timer.expired():
-                count_timeout(subject, because, limit_s)
+                wait = _described(wait, "", last_error)
+                count_timeout(subject, wait.because, limit_s)
                 self._timed_out.append(wait)
-                raise WaitTimedOut(f"waited {limit_s:.0f} s for {subject} ({because})") from error
+                raise WaitTimedOut(f"waited {limit_s:.0f} s for {subject} ({wait.because})") from error
             raise
         finally:
             del self._active[number]
+            _last_error.set(outer)
 
     def current(self) -> list[Wait]:
         """Return the current waits, oldest first."""
         waits = sorted(self._active.values(), key=lambda active: active[0].since)
-        return [_with_progress(wait, progress()) for wait, progress in waits]
+        return [_described(wait, progress(), last_error) for wait, progress, last_error in waits]
 
     def take_timed_out(self) -> list[Wait]:
         """Return the waits that have reached their limit since the last call, oldest first."""
@@ -132,8 +159,11 @@ def count_timeout(subject: str, because: str, limit_s: float, **ids: str) -> Non
     log.warning("wait_timed_out", subject=subject, because=because, limit_s=limit_s, **ids)
 
 
-def _with_progress(wait: Wait, text: str) -> Wait:
-    return wait.model_copy(update={"because": f"{wait.because}: {text}"}) if text else wait
+def _described(wait: Wait, progress: str, last_error: _LastError) -> Wait:
+    because = f"{wait.because}: {progress}" if progress else wait.because
+    if last_error.text and last_error.text not in because:
+        because += f"; the last try failed: {last_error.text}"
+    return wait.model_copy(update={"because": because})
 
 
 async def for_each(items: Iterable[T], work: Callable[[T], Awaitable[None]], *, concurrency: int, name: str) -> None:

@@ -77,6 +77,7 @@ _REMEDIES = {
     "OOM": "raise its maxmemory; what consumers have read is trimmed in the meantime",
     "READONLY": "it is a replica: waiting for the primary",
     "MASTERDOWN": "waiting for its primary",
+    "UNBLOCKED": "it became a replica during a read: waiting for the primary",
     "CLUSTERDOWN": "waiting for the cluster",
     "LOADING": "it loads its data",
     "BUSY": "it runs a script",
@@ -152,11 +153,13 @@ class RedisBus:
                 max_connections=MAX_CONNECTIONS,
                 **_trusted(url),
             )
-        except ValueError:
+            _check_database(url)
+            self._redis.connection_pool.make_connection()  # opens none, and rejects options that it does not know
+        except (ValueError, TypeError):
             # Neither the URL nor the parser's error is quoted: a badly split URL exposes the password.
             raise ConfigError(
-                "the Redis URL is invalid: give redis://[:PASSWORD@]HOST:PORT/DB, or rediss:// for TLS, with / as "
-                "%2F, @ as %40, # as %23 and ? as %3F in the password"
+                "the Redis URL is invalid: give redis://[:PASSWORD@]HOST:PORT/DB, or rediss:// for TLS, with a number "
+                "as DB, and with / as %2F, @ as %40, # as %23, ? as %3F and % as %25 in the password"
             ) from None
         self._fenced = FencedConnection(self._redis.connection_pool)
         self._places = asyncio.Semaphore(MAX_CONNECTIONS - 1)
@@ -195,7 +198,7 @@ class RedisBus:
             raise BusUnavailable(f"Redis at {self.address}: {text or type(error).__name__}") from error
         except ResponseError as error:
             code = reply_code(error)
-            if code == "READONLY":
+            if code in {"READONLY", "UNBLOCKED"}:
                 # After a failover: this connection is to the former primary. A new one may reach the new primary.
                 await self._redis.connection_pool.disconnect(inuse_connections=False)
             if advice := remedy(error):
@@ -471,6 +474,13 @@ def _streams(reply: Any) -> Iterator[tuple[str, Any]]:
         # redis-py nests the rows once more under RESP3.
         is_nested = rows and isinstance(rows[0], list) and rows[0] and isinstance(rows[0][0], list | tuple)
         yield as_text(stream), rows[0] if is_nested else rows
+
+
+def _check_database(url: str) -> None:
+    """Raise ValueError if the path is no number: redis-py would use database 0, which may be another system's."""
+    parts = urlsplit(url)
+    if parts.scheme != "unix" and (database := parts.path.strip("/")):
+        int(database)
 
 
 def _trusted(url: str) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from rlboost.shared.weights.rest_models import CommitRequest, VersionInfo
 
 log = structlog.get_logger(__name__)
 
+_UPLOADS = 8
+"""At the same time."""
 _WINDOW = 32
 """Chunks hashed while the previous window is uploaded: bounds the memory for tensors produced on the fly."""
 
@@ -57,7 +59,6 @@ class Publisher:
         client: StoreClient,
         waits: Waits,
         *,
-        concurrency: int = 8,
         limit_s: float = 600.0,
         chunk_bytes: int = CHUNK_BYTES,
         deltas: bool = False,
@@ -67,7 +68,6 @@ class Publisher:
         Args:
             client: the weight store's client.
             waits: registry in which waits for the store are listed.
-            concurrency: concurrent uploads.
             limit_s: maximum outage of the store.
             chunk_bytes: size of a chunk.
             deltas: upload deltas instead of changed chunks; needs host memory for one copy of the rank's part.
@@ -75,7 +75,6 @@ class Publisher:
         """
         self._client = client
         self._waits = waits
-        self._concurrency = concurrency
         self._limit_s = limit_s
         self._chunk_bytes = chunk_bytes
         self._encoder = DeltaEncoder() if deltas else None
@@ -218,7 +217,7 @@ class Publisher:
             ref, data = by_digest[digest]
             await retry_unavailable(lambda: self._client.put_chunk(ref, data))
 
-        await for_each(digests, send, concurrency=self._concurrency, name="weights-upload")
+        await for_each(digests, send, concurrency=_UPLOADS, name="weights-upload")
 
 
 async def _next_window(updates: Iterator[_ChunkUpdate]) -> list[_ChunkUpdate]:

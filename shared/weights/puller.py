@@ -207,7 +207,6 @@ class Puller:
         *,
         source: Source | None = None,
         seeder: CacheSeeder | None = None,
-        concurrency: int = 8,
         limit_s: float = 600.0,
     ) -> None:
         """Use an open client and a cache.
@@ -218,7 +217,6 @@ class Puller:
             waits: registry in which a running pull is listed.
             source: provides chunks and deltas; by default the weight store.
             seeder: provides chunks of a job's first version from this machine.
-            concurrency: concurrent transfers of the default source.
             limit_s: maximum duration of one pull, including outages of the store.
 
         """
@@ -226,7 +224,7 @@ class Puller:
         self._store = f"the weight store at {client.url}"
         self._cache = cache
         self._waits = waits
-        self._source = source or StoreSource(client, cache, concurrency=concurrency)
+        self._source = source or StoreSource(client, cache, concurrency=8)
         self._seeder = seeder
         self._seeded: dict[str, int] = {}
         """Job -> the version that was seeded; -1 for none."""

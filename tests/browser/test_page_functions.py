@@ -9,7 +9,7 @@ import pytest
 from rlboost.job_lines import cost_line, dollars
 from rlboost.services.rollout_manager.domain.jobs import Audit
 from rlboost.services.rollout_manager.domain.money import cost_report
-from rlboost.shared.page.files import STATIC
+from rlboost.shared.page import STATIC
 from tests.support.synthetic_record import (
     JOB,
     JOB_AT,

@@ -34,7 +34,7 @@ def write_rows(folder: Path, name: str, per_color: int, first_seed: int) -> str:
     return str(file)
 
 
-def job(folder: Path, family: str, head_dim: int = 16) -> dict[str, Any]:
+def job(folder: Path, family: str, head_dim: int = 0) -> dict[str, Any]:
     return {
         "name": "colors",
         "model": str(tiny_vision.write(folder / "model", steepness=0.5, family=family, head_dim=head_dim)),
@@ -72,11 +72,12 @@ def test_tiny_model_learns_to_name_a_color_while_a_worker_is_killed(tmp_path: Pa
     assert rewards[-1] > 0.4, (rewards, [row.get("reward/mean") for row in rows], events[-3:])
 
 
-def test_images_are_trained_on_with_vllm_while_a_worker_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_are_trained_on_with_vllm_while_a_worker_is_killed(tmp_path: Path, family: str) -> None:
     vllm_engines.require_installed()
     steps = 4
     with black_box(tmp_path / "state", workers=2, engine="vllm") as box, closing(box.http):
-        spec = {**job(tmp_path / "state", "qwen3_vl", head_dim=32), "steps": steps}
+        spec = {**job(tmp_path / "state", family, head_dim=32), "steps": steps}
         del spec["eval"], spec["data"]["eval"]
         job_id = box.submit(spec)
         box.until_step(job_id, 1)

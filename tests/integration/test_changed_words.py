@@ -26,11 +26,7 @@ from tests.support.changed_versions import changes, nudged, staged  # noqa: E402
 from tests.support.engines import request, run  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),  # vLLM leaves its own open
-]
+pytestmark = vllm_engines.MARKS
 
 
 class InTorch:

@@ -17,6 +17,7 @@ from rlboost.shared.redis.durability import Durability, durability, refusal
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Append, Fence, HashSet, Op, WrongType
 from rlboost.shared.weights.peers.directory import list_peers
+from tests.support.eventually import eventually
 
 
 @asynccontextmanager
@@ -112,6 +113,32 @@ async def test_operation_without_a_connection_names_the_reason(redis_url: str, m
             with pytest.raises(BusUnavailable, match="one of 64 connections, which others use"):
                 await bus.hash_get("key", "field")
     finally:
+        await bus.close()
+
+
+async def test_blocked_read_of_a_server_that_becomes_a_replica_is_retryable(redis_url: str) -> None:
+    bus = RedisBus(redis_url)
+    try:
+        reads = [
+            asyncio.create_task(read)
+            for read in (
+                bus.read({"quiet": "0-0"}, block_s=MAX_BLOCK_S),
+                bus.consume("jobs", "group", "consumer", block_s=MAX_BLOCK_S),
+            )
+        ]
+
+        async def are_blocked() -> bool:
+            return int((await bus.command("INFO", "clients"))["blocked_clients"]) == len(reads)
+
+        await eventually(are_blocked)
+        await bus.command("REPLICAOF", "127.0.0.1", "1")
+        for read in reads:
+            with pytest.raises(BusUnavailable, match="waiting for the primary"):
+                await read
+        await bus.command("REPLICAOF", "NO", "ONE")
+        await bus.append("quiet", Drain())
+    finally:
+        await bus.command("REPLICAOF", "NO", "ONE")
         await bus.close()
 
 

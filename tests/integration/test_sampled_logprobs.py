@@ -33,11 +33,7 @@ from tests.support.training_rows import training_row  # noqa: E402
 if TYPE_CHECKING:
     from torch import Tensor
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),  # vLLM leaves its own open
-]
+pytestmark = vllm_engines.MARKS
 
 GROUPS, SAMPLES = 3, 8
 RATIO_PRESETS = sorted(set(PRESETS) - {"dpo", "distill"})

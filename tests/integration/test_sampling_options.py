@@ -27,11 +27,8 @@ from tests.support.eventually import eventually  # noqa: E402
 from tests.support.model_folder import write_character_tokenizer  # noqa: E402
 from tests.support.staged_weights import Staged  # noqa: E402
 
-# The tests share one vLLM, which belongs to an event loop and takes long to start on a busy machine.
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),  # vLLM leaves its own open
+    *vllm_engines.MARKS,
     pytest.mark.filterwarnings("ignore:When constructing TokenizerInfo:UserWarning"),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
@@ -25,6 +26,10 @@ from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.small_job import small_job
 from tests.support.tcp_proxy import TcpProxy
 
+_GUIDE = Path(__file__).parents[2] / "docs/security.md"
+ACL_RULES = re.findall(r"^ACL SETUSER (\S+) (.+)$", _GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+"""The users with the least rights that the docs name: of the manager, and of the trainer and the weight store."""
+
 
 @pytest.fixture
 def certificates(tmp_path: Path) -> Certificates:
@@ -35,12 +40,17 @@ def certificates(tmp_path: Path) -> Certificates:
 async def rediss_url(certificates: Certificates, redis_server: RedisServer, redis_url: str) -> AsyncIterator[str]:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificates.certificate, certificates.key)
+    bus = RedisBus(redis_url)
     async with TcpProxy(redis_server.port, context) as proxy:
+        for user, rules in ACL_RULES:
+            await bus.command("ACL", "SETUSER", user, *rules.split())
         yield f"rediss://127.0.0.1:{proxy.port}/0"
+        await bus.command("ACL", "DELUSER", *(user for user, _ in ACL_RULES))
+    await bus.close()
 
 
 class System:
-    """Every service as a process, over TLS only."""
+    """Every service as a process, over TLS only, and as the Redis user that the docs name for it."""
 
     def __init__(self, folder: Path, redis_url: str, certificates: Certificates, stack: ExitStack) -> None:
         self._folder, self._redis_url, self._stack = folder, redis_url, stack
@@ -50,7 +60,10 @@ class System:
 
     def service(self, name: str, prefix: str, **settings: str) -> ServiceProcess:
         env = self._env | {f"{prefix}{key}": value for key, value in settings.items()}
-        process = ServiceProcess(name, prefix, self._folder, self._redis_url, env)
+        number = 1 if name == "rollout_manager" else 2
+        user = f"{ACL_RULES[number - 1][0]}:PASSWORD-{number}@"
+        url = self._redis_url.replace("rediss://", f"rediss://{user}")
+        process = ServiceProcess(name, prefix, self._folder, url, env)
         process.launch()
         self._stack.callback(process.kill)
         return process

@@ -23,8 +23,7 @@ from rlboost.services.rollout_worker.domain.requests import uniforms  # noqa: E4
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts, build_reference  # noqa: E402
 from rlboost.shared.errors import StoreUnavailable, UnsuitableWeights  # noqa: E402
 from rlboost.shared.wire import F32, pack  # noqa: E402
-from tests.support import tiny_models  # noqa: E402
-from tests.support.engine_updates import assert_the_step_of_a_load_parts_old_from_new  # noqa: E402
+from tests.support import engine_updates, tiny_models  # noqa: E402
 from tests.support.engines import Collector, request, run  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402
 from tests.support.staged_weights import Staged  # noqa: E402
@@ -144,7 +143,8 @@ async def test_greedy_decoding_equals_generate(config: Any, start: Start) -> Non
 
 
 async def test_load_separates_logprobs_of_old_and_new_weights(config: Any, start: Start) -> None:
-    await assert_the_step_of_a_load_parts_old_from_new(start, config, prompts(SLOTS), partial(pytest.approx, abs=1e-4))
+    near = partial(pytest.approx, abs=1e-4)
+    await engine_updates.assert_the_step_of_a_load_parts_old_from_new(start, config, prompts(SLOTS), near)
 
 
 async def test_tied_embeddings_stay_tied_and_are_read_back_under_both_names(start: Start) -> None:
@@ -170,24 +170,10 @@ async def test_later_load_may_contain_only_changed_tensors(start: Start) -> None
 
 
 async def test_failed_load_serves_nothing_until_a_whole_one_succeeds(start: Start) -> None:
+    reasons = ("no tensor 'nonsense'", r"\(1, 32\).*\(96, 32\)", "would round it", "1 tensors are missing")
     model = tiny_models.make(tiny_models.CONFIGS["llama-untied"])
-    good = tiny_models.weights(model)
-    engine = await start(model)
-    name, tensor = good[0]
-    for bad, why in (
-        ([("nonsense", tensor)], "no tensor 'nonsense'"),
-        ([(name, tensor[:1])], r"\(1, 32\).*\(96, 32\)"),
-        ([(name, tensor.double())], "would round it"),
-        (good[:-1], "1 tensors are missing"),
-    ):
-        with pytest.raises(UnsuitableWeights, match=why):
-            await engine.load_weights(1, Staged(bad))
-        assert engine.stats().version == -1
-    engine.submit([request(1)])
-    assert engine.take_emissions() == []
-    await engine.load_weights(2, Staged(good))
-    (made,) = await Collector(engine).all_ended([request(1)])
-    assert set(made.versions) == {2}
+    near = partial(pytest.approx, abs=1e-4)
+    await engine_updates.assert_a_failed_load_serves_nothing_until_a_whole_one_succeeds(start, model, near, reasons)
 
 
 async def test_a_source_that_breaks_off_does_not_kill_the_engine(start: Start) -> None:

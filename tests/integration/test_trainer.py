@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,16 @@ import pytest
 from pyarrow import parquet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rlboost.shared.data.vision import FAMILIES, vision_of
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested, JobReport, StepReport
-from rlboost.shared.model.folder import require_scores
+from rlboost.shared.model.folder import read_config, require_scores
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.puller import Puller
+from tests.support import tiny_vision
 from tests.support.eventually import eventually
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.scripted_manager import Answer, Script, ScriptedManager, scripted
@@ -32,6 +35,8 @@ from tests.support.service_process import TOKEN
 from tests.support.trainer_site import STEPS, Machine, Site
 
 pytestmark = pytest.mark.timeout(300)
+STOP_GRACE_S = 20.0
+"""What supervisors, containers and units wait between SIGTERM and SIGKILL."""
 
 
 @pytest.fixture(scope="module")
@@ -293,6 +298,25 @@ async def test_redis_may_be_killed_while_a_job_runs(tmp_path: Path, files: Path)
         await site.bus.close()
 
 
+async def test_trainer_without_redis_ends_in_order_before_its_supervisor_kills_it(tmp_path: Path, files: Path) -> None:
+    """As when a whole machine or Compose project is stopped: Redis may end first."""
+    with Machine(tmp_path, aof=True).running() as machine:
+        site = Site(machine, files)
+        async with site.manager("unplugged") as manager:
+            manager.withholds = withholding(1, 2)
+            await site.create("unplugged")
+            await site.waits_in("unplugged", 1, manager)
+            machine.redis.kill()
+            began = time.monotonic()
+            assert await asyncio.to_thread(site.trainer.stop) == 0
+            assert time.monotonic() - began < STOP_GRACE_S
+            await asyncio.to_thread(machine.redis.start)
+            await asyncio.to_thread(site.trainer.start)
+            await manager.release()
+            assert (await site.ended("unplugged")).state == "completed"
+        await site.bus.close()
+
+
 async def test_a_reward_function_that_hangs_or_raises_costs_its_groups_and_no_more(site: Site, files: Path) -> None:
     rows = [{"prompt": f"{word} t7", "row": i} for i, word in enumerate(["hang", "raise", "exit", *["t9"] * 5])]
     data = site.folder / "bad.jsonl"
@@ -461,6 +485,30 @@ async def test_sft_without_workers_survives_a_kill_and_its_model_is_evaluated(
     ]
     assert 0 < step.metrics["eval/pass@1"] < step.metrics["eval/pass@4"] <= 1
     assert not (machine.folder / "runs/judged/model").exists()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_sft_on_images_survives_a_kill_and_begins_with_the_loss_of_transformers(site: Site, family: str) -> None:
+    folder = site.folder / family
+    vision = vision_of(read_config(tiny_vision.write(folder, steepness=0.5, family=family)))
+    assert vision is not None
+    rows, losses = [], []
+    for i, color in enumerate(tiny_vision.COLORS):
+        image = tiny_vision.square(color, i)
+        (folder / f"{color}.png").write_bytes(tiny_vision.png(image))
+        question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " which color"}]}
+        rows.append({"messages": [question, {"role": "assistant", "content": color}], "images": [f"{color}.png"]})
+        shown = tiny_vision.Shown(folder, vision, tiny_vision.SHORT, image)
+        answer = [tiny_vision.WORDS.index(color), tiny_vision.WORDS.index("<|im_end|>")]
+        losses.append(shown.loss(tiny_vision.make(steepness=0.5, family=family), answer).item())
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(folder / "train.jsonl"), "prompts_per_step": len(rows)}
+    await fine_tuned(site, f"pictures-{family}", kill_at=15, model=str(folder), data=data, steps=30)
+    lines = (site.folder / f"runs/pictures-{family}/metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line)["loss"] for line in lines]
+    assert found[0] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert len(found) == 30
+    assert found[-1] < found[0] / 3
 
 
 @pytest.mark.parametrize("weights", ["full", "lora"])

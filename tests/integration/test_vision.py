@@ -25,6 +25,7 @@ from rlboost.services.trainer.adapters.run_folder import LocalRunFolder  # noqa:
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402
 from rlboost.services.trainer.adapters.torch.ranks import Layout  # noqa: E402
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant  # noqa: E402
+from rlboost.services.trainer.domain.loss.function import sft_loss  # noqa: E402
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss  # noqa: E402
 from rlboost.services.trainer.ports.engine import PolicySettings  # noqa: E402
 from rlboost.shared.data.images import ImageReader  # noqa: E402
@@ -47,6 +48,7 @@ from rlboost.shared.wire import F32, I32, pack, unpack  # noqa: E402
 from tests.support import tiny_models, tiny_vision  # noqa: E402
 from tests.support.adapter_versions import pulled_base  # noqa: E402
 from tests.support.engines import FreePasses, request  # noqa: E402
+from tests.support.one_rank import trained_by  # noqa: E402
 from tests.support.policy_comparison import assert_trained_equally, bits, values  # noqa: E402
 from tests.support.recorded_run import KEY  # noqa: E402
 from tests.support.staged_versions import pulled  # noqa: E402
@@ -216,6 +218,29 @@ async def test_engine_and_training_have_the_same_log_probabilities(
     rows = [row_of(one, result.tokens, tmp_path) for (one, _), result in zip(asked, made, strict=True)]
     for result, column in zip(made, policy.logprobs([rows]), strict=True):
         assert result.logprobs == pytest.approx(unpack(column, F32).tolist(), abs=1e-4)
+
+
+def test_fine_tuning_has_the_loss_and_the_gradient_of_transformers(
+    policy: TorchPolicy, folder: Path, vision: VisionConfig, tmp_path: Path, family: str
+) -> None:
+    """Of answers of different lengths, one of them to two images."""
+    shown = [
+        Shown(folder, vision, SHORT, picture("red")),
+        Shown(folder, vision, [*SHORT[:5], *SHORT], picture("green"), picture("white", size=(16, 24))),
+    ]
+    answers = [[11, 1], [12, 7, 8, 1]]
+    rows = [row_of(one, tokens, tmp_path) for one, tokens in zip(shown, answers, strict=True)]
+    trained = [TrainingRow.of(replace(row, sampled=bytes(len(row.completion))), constant(1.0, row)) for row in rows]
+    sums = policy.accumulate([trained], sft_loss)
+    model = tiny_vision.make(family=family).requires_grad_()
+    expected = sum(len(tokens) * one.loss(model, tokens) for one, tokens in zip(shown, answers, strict=True))
+    assert isinstance(expected, torch.Tensor)
+    expected.backward()
+    assert sums["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    found = trained_by(policy).tensors
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_update_trains_the_tower(

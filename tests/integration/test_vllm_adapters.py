@@ -28,12 +28,7 @@ from tests.support.adapter_versions import (  # noqa: E402
 from tests.support.engines import Collector, request, run  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402
 
-# The tests share one vLLM, which belongs to an event loop and takes long to start on a busy machine.
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),  # vLLM leaves its own open
-]
+pytestmark = vllm_engines.MARKS
 
 SLOTS = 8
 LONG = [7 * i % tiny_models.VOCABULARY for i in range(140)]

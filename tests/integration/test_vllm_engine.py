@@ -14,21 +14,15 @@ torch = pytest.importorskip("torch")
 
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - only where torch is
 from rlboost.services.rollout_worker.ports import Engine  # noqa: E402
-from rlboost.shared.errors import Corrupt, UnsuitableWeights  # noqa: E402
+from rlboost.shared.errors import Corrupt  # noqa: E402
 from rlboost.shared.weights.cached_version import CachedVersion  # noqa: E402
-from tests.support import tiny_models, vllm_engines  # noqa: E402
-from tests.support.engine_updates import assert_the_step_of_a_load_parts_old_from_new  # noqa: E402
+from tests.support import engine_updates, tiny_models, vllm_engines  # noqa: E402
 from tests.support.engines import Collector, request, run  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402
 from tests.support.staged_versions import pulled  # noqa: E402
 from tests.support.staged_weights import Staged, shard  # noqa: E402
 
-# The tests share one vLLM, which belongs to an event loop and takes long to start on a busy machine.
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),  # vLLM leaves its own open
-]
+pytestmark = vllm_engines.MARKS
 
 SLOTS = 8
 LONG = [7 * i % tiny_models.VOCABULARY for i in range(140)]
@@ -94,7 +88,7 @@ async def test_logprobs_equal_those_of_a_plain_forward_pass_before_and_after_an_
 
 
 async def test_load_separates_logprobs_of_old_and_new_weights(config: Any, start: Start) -> None:
-    await assert_the_step_of_a_load_parts_old_from_new(start, config, prompts(SLOTS), near)
+    await engine_updates.assert_the_step_of_a_load_parts_old_from_new(start, config, prompts(SLOTS), near)
 
 
 async def test_prefix_of_older_weights_is_not_reused(config: Any, start: Start) -> None:
@@ -139,25 +133,9 @@ def logprobs_over_old_keys(old: Any, new: Any, prompt: list[int], tokens: list[i
 
 
 async def test_failed_load_serves_nothing_until_a_whole_one_succeeds(config: Any, start: Start) -> None:
+    reasons = ("nonsense", "could not load version 1", "would round", "lacks 1 weights of the model, such as")
     model = tiny_models.make(config)
-    good = tiny_models.weights(model)
-    engine = await start(model)
-    name, tensor = good[0]
-    for bad, why in (
-        ([("nonsense", tensor)], "nonsense"),
-        ([(name, tensor[:1])], "could not load version 1"),
-        ([(name, tensor.double())], "would round"),
-        (good[:-1], "lacks 1 weights of the model, such as"),
-    ):
-        with pytest.raises(UnsuitableWeights, match=why):
-            await engine.load_weights(1, Staged(bad))
-        assert engine.stats().version == -1
-    engine.submit([request(1)])
-    assert engine.take_emissions() == []
-    await engine.load_weights(2, Staged(good))
-    (made,) = await Collector(engine).all_ended([request(1)])
-    assert set(made.versions) == {2}
-    assert made.logprobs == near(tiny_models.logprobs(model, [3, 1, 4], made.tokens))
+    await engine_updates.assert_a_failed_load_serves_nothing_until_a_whole_one_succeeds(start, model, near, reasons)
 
 
 def flip_a_bit(chunk: Path) -> None:

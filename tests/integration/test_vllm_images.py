@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: 
 from rlboost.services.trainer.adapters.torch.ranks import Layout  # noqa: E402
 from rlboost.services.trainer.domain.batches import SequenceRow  # noqa: E402
 from rlboost.services.trainer.ports.engine import PolicySettings  # noqa: E402
-from rlboost.shared.data.vision import VisionConfig, vision_of  # noqa: E402
+from rlboost.shared.data.vision import FAMILIES, VisionConfig, vision_of  # noqa: E402
 from rlboost.shared.job.training import OptimizerSpec  # noqa: E402
 from rlboost.shared.model.folder import read_config  # noqa: E402
 from rlboost.shared.wire import F32, I32, pack, unpack  # noqa: E402
@@ -47,11 +48,17 @@ pytestmark = [
 ]
 
 HEAD_DIM = 32
+Make = Callable[..., Any]
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_vision.write(tmp_path_factory.mktemp("vision") / "model", head_dim=HEAD_DIM)
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision.write(tmp_path_factory.mktemp("vision") / "model", family=family, head_dim=HEAD_DIM)
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +68,18 @@ def vision(folder: Path) -> VisionConfig:
     return found
 
 
-def make(seed: int = 0) -> Any:
-    return tiny_vision.make(seed, head_dim=HEAD_DIM)
+@pytest.fixture(scope="module")
+def make(family: str) -> Make:
+    return partial(tiny_vision.make, family=family, head_dim=HEAD_DIM)
 
 
 @pytest_asyncio.fixture(loop_scope="module", params=["torch", "vllm"])
 async def engine(
-    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    family: str,
+    folder: Path,
+    make: Make,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Engine]:
     engine: Engine
     if request.param == "torch":
@@ -76,7 +88,7 @@ async def engine(
         vllm_engines.require()
         tokenizer = write_character_tokenizer(tmp_path_factory.mktemp("tokenizer")) / "tokenizer.json"
         engine = await vllm_engines.start(
-            tiny_vision.config(head_dim=HEAD_DIM),
+            tiny_vision.config(family, HEAD_DIM),
             slots=6,
             tokenizer_json=tokenizer_for_grammars(tokenizer.read_text()),
             max_adapters=2,
@@ -92,7 +104,7 @@ def expected(engine: Engine, shown: Shown, model: Any, tokens: Sequence[int]) ->
     return shown.logprobs(model, tokens, among_others=not isinstance(engine, TorchEngine))
 
 
-async def test_samples_see_their_own_images(engine: Engine, folder: Path, vision: VisionConfig) -> None:
+async def test_samples_see_their_own_images(engine: Engine, folder: Path, vision: VisionConfig, make: Make) -> None:
     """Prompts with the same tokens and other images share no keys and values; those with the same images do."""
     model = make()
     shown = [
@@ -113,14 +125,16 @@ async def test_samples_see_their_own_images(engine: Engine, folder: Path, vision
     assert engine.adapters is None or isinstance(engine, TorchEngine), "vLLM workers merge them"
 
 
-async def test_more_images_than_an_engine_keeps(engine: Engine, folder: Path, vision: VisionConfig) -> None:
+async def test_more_images_than_an_engine_keeps(engine: Engine, folder: Path, vision: VisionConfig, make: Make) -> None:
     shown = [Shown(folder, vision, SHORT, picture("red", seed)) for seed in range(40)]
     asked = [(shown[i % 40], shown[i % 40].request(i, **NO_IMAGE)) for i in range(80)]
     for (prompt, _), one in zip(asked, await run(engine, asked), strict=True):
         assert one.logprobs == pytest.approx(expected(engine, prompt, make(), one.tokens), abs=1e-4)
 
 
-async def test_given_completion_is_scored_with_its_images(engine: Engine, folder: Path, vision: VisionConfig) -> None:
+async def test_given_completion_is_scored_with_its_images(
+    engine: Engine, folder: Path, vision: VisionConfig, make: Make
+) -> None:
     tokens = [11, 12, 7, 8, 1]
     shown = [Shown(folder, vision, SHORT, picture(color)) for color in ("red", "blue")]
     asked = [(one, one.request(i, max_tokens=5, forced=pack(tokens, I32))) for i, one in enumerate(shown)]
@@ -144,7 +158,7 @@ async def test_resumed_sample_is_prefilled_with_its_images(engine: Engine, folde
 
 @pytest.mark.parametrize("keep_kv", [False, True])
 async def test_new_weights_see_images_anew(
-    engine: Engine, folder: Path, vision: VisionConfig, *, keep_kv: bool
+    engine: Engine, folder: Path, vision: VisionConfig, make: Make, *, keep_kv: bool
 ) -> None:
     """Also where a sample that runs meanwhile keeps what it has computed of the same image."""
     shown, other = Shown(folder, vision, SHORT, picture("red")), make(seed=3)
@@ -168,7 +182,7 @@ async def test_new_weights_see_images_anew(
 
 @pytest.mark.parametrize("keep_kv", [False, True])
 async def test_suspended_sample_continues_with_its_images(
-    engine: Engine, folder: Path, vision: VisionConfig, *, keep_kv: bool
+    engine: Engine, folder: Path, vision: VisionConfig, make: Make, *, keep_kv: bool
 ) -> None:
     shown = [Shown(folder, vision, SHORT, picture(color)) for color in ("red", "blue")]
     asked = [one.request(i, max_tokens=60, **NO_IMAGE) for i, one in enumerate(shown)]
@@ -194,11 +208,11 @@ async def test_request_without_its_images_ends_with_the_reason(
 
 @pytest.mark.parametrize("argument", [{"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0}}], ids=str)
 async def test_vllm_without_its_tower_takes_no_images(
-    folder: Path, vision: VisionConfig, argument: dict[str, Any]
+    family: str, folder: Path, vision: VisionConfig, make: Make, argument: dict[str, Any]
 ) -> None:
     vllm_engines.require()
     vllm_engines.end_shared()
-    engine = vllm_engines.build(tiny_vision.config(head_dim=HEAD_DIM), slots=2, vllm_args=argument)
+    engine = vllm_engines.build(tiny_vision.config(family, HEAD_DIM), slots=2, vllm_args=argument)
     await engine.load_weights(0, Staged(tiny_models.weights(make())))
     assert "images" not in engine.sampling_options
     shown = Shown(folder, vision, SHORT, picture("red"))

@@ -23,11 +23,7 @@ from tests.support import tiny_models, vllm_engines  # noqa: E402
 from tests.support.engines import request, run  # noqa: E402
 from tests.support.staged_weights import Staged  # noqa: E402
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),  # vLLM leaves its own open
-]
+pytestmark = vllm_engines.MARKS
 
 _LIMITS: dict[str, Any] = {
     "vocab_size": tiny_models.VOCABULARY,

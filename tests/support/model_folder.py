@@ -15,6 +15,11 @@ from transformers import AutoModelForCausalLM, CTRLConfig, PreTrainedTokenizerFa
 from tests.support.tiny_models import CONFIGS, MIXTURES, VOCABULARY
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+TURNS = (
+    "{% for m in messages %}{{ 't90 ' if m['role'] == 'user' else 't91 ' }}{{ m['content'] }} <eos> t92 {% endfor %}"
+)
+CHAT_TEMPLATE = TURNS + "{% if add_generation_prompt %}t91 {% endif %}"
+"""Words 90 and 91 begin the turns of the user and of the model."""
 
 
 def write_model(directory: Path, family: str = "qwen3-tied", seed: int = 0) -> Path:

@@ -51,15 +51,17 @@ PROCESSOR = {
 }
 
 
-def config(family: str = "qwen3_vl", head_dim: int = 16) -> Any:
+def config(family: str = "qwen3_vl", head_dim: int = 0) -> Any:
     """Return the configuration of a model whose tower adds features of two layers, or attends in windows.
 
-    On a CPU vLLM needs a `head_dim` of 32, which only `qwen3_vl` can have.
+    On a CPU vLLM needs a `head_dim` of 32.
     """
     older = family == "qwen2_5_vl"
+    head_dim = head_dim or (8 if older else 16)
+    hidden = 4 * head_dim if older else 32
     text: dict[str, Any] = {
         "vocab_size": len(WORDS),
-        "hidden_size": 32,
+        "hidden_size": hidden,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -69,13 +71,11 @@ def config(family: str = "qwen3_vl", head_dim: int = 16) -> Any:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    rope: dict[str, Any] = {"rope_theta": 5e6, "rope_type": "default"}
-    if older:
-        text["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
-    else:
-        sections = [head_dim // 4, head_dim // 8, head_dim // 8]
-        rope |= {"mrope_section": sections, "mrope_interleaved": True}
-        text |= {"head_dim": head_dim, "rope_parameters": rope}
+    sections = [head_dim // 4, head_dim // 8, head_dim // 8]
+    text["rope_parameters"] = {"rope_theta": 5e6, "rope_type": "default", "mrope_section": sections}
+    if not older:
+        text["rope_parameters"]["mrope_interleaved"] = True
+        text["head_dim"] = head_dim
     tower: dict[str, Any] = {
         "depth": 2,
         "hidden_size": 32,
@@ -84,7 +84,7 @@ def config(family: str = "qwen3_vl", head_dim: int = 16) -> Any:
         "patch_size": 4,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
-        "out_hidden_size": 32,
+        "out_hidden_size": hidden,
     }
     if older:
         tower |= {"window_size": 2 * 8, "fullatt_block_indexes": [1]}
@@ -95,7 +95,7 @@ def config(family: str = "qwen3_vl", head_dim: int = 16) -> Any:
     return kind(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
 
 
-def make(seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl", head_dim: int = 16) -> Any:
+def make(seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl", head_dim: int = 0) -> Any:
     """Return a float32 model whose distributions are neither flat nor peaked."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -108,7 +108,7 @@ def make(seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl", head_d
     return model.requires_grad_(requires_grad=False)
 
 
-def write(directory: Path, seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl", head_dim: int = 16) -> Path:
+def write(directory: Path, seed: int = 0, steepness: float = 1.5, family: str = "qwen3_vl", head_dim: int = 0) -> Path:
     """Write a model with its processor's files, as those of its family are published, and return the directory."""
     make(seed, steepness, family, head_dim).save_pretrained(directory)
     processor: dict[str, Any] = {**PROCESSOR, "image_mean": FAMILIES[family].mean, "image_std": FAMILIES[family].std}
@@ -170,22 +170,33 @@ class Shown:
     def request(self, sample: int, **options: Any) -> Request:
         return request(sample, prompt=self.ids, images=self.images, **options)
 
+    def batch(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the input of transformers' model for a completion, in which `IMAGE` is no image's."""
+        pictures = [patches(decode(one, self.vision), self.vision) for one in self.data]
+        ids = torch.tensor([[*self.ids, *tokens]])
+        kinds = (ids == IMAGE).int()
+        kinds[:, len(self.ids) :] = 0
+        return {
+            "input_ids": ids,
+            "pixel_values": torch.from_numpy(np.concatenate([values for values, _ in pictures])),
+            "image_grid_thw": torch.tensor([(1, *grid) for _, grid in pictures]),
+            "mm_token_type_ids": kinds,
+        }
+
+    def loss(self, model: Any, tokens: Sequence[int]) -> torch.Tensor:
+        """Return transformers' own loss of a completion: the mean over its tokens."""
+        given = self.batch(tokens)
+        labels = given["input_ids"].clone()
+        labels[:, : len(self.ids)] = -100
+        found: torch.Tensor = model(**given, labels=labels, use_cache=False).loss
+        return found
+
     def logprobs(self, model: Any, tokens: Sequence[int], *, among_others: bool = False) -> list[float]:
         """Return what transformers' own forward pass says of a completion, which it takes without `IMAGE` only.
 
         With `among_others` as if that could not be drawn.
         """
-        pictures = [patches(decode(one, self.vision), self.vision) for one in self.data]
-        ids = torch.tensor([[*self.ids, *tokens]])
-        kinds = (ids == IMAGE).int()
-        kinds[:, len(self.ids) :] = 0
-        logits = model(
-            input_ids=ids,
-            pixel_values=torch.from_numpy(np.concatenate([values for values, _ in pictures])),
-            image_grid_thw=torch.tensor([(1, *grid) for _, grid in pictures]),
-            mm_token_type_ids=kinds,
-            use_cache=False,
-        ).logits[0, len(self.ids) - 1 : -1]
+        logits = model(**self.batch(tokens), use_cache=False).logits[0, len(self.ids) - 1 : -1]
         if among_others:
             logits[:, IMAGE] = -torch.inf
         scores = torch.log_softmax(logits.float(), -1)

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine
     from rlboost.services.rollout_worker.ports import Engine
 
+MARKS = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),  # vLLM leaves its own open
+]
+"""Of a module whose tests share a vLLM, which belongs to an event loop and takes long to start on a busy machine."""
 _KV_CACHE_BYTES = 8 << 20
 _shared: dict[str, Any] = {}
 """vLLM's `AsyncLLM` by options and configuration; at most one."""

@@ -49,7 +49,7 @@ from rlboost.shared.job.base import ServedJob, served_id, served_jobs
 from rlboost.shared.job.spec import AnyJob, InvalidJob, RlJob, parse_any, policy_jobs
 from rlboost.shared.job.spec import to_json as spec_to_json
 from rlboost.shared.messages import JobCommand, SessionRewarded
-from rlboost.shared.page.files import STATIC
+from rlboost.shared.page import STATIC
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus, HashSet, Op
 from rlboost.shared.user_code import MAX_REWARD

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from rlboost.services.trainer.adapters.agent_rows import rows_of
 from rlboost.services.trainer.adapters.environment_pool import TokenizerChatFormatter
-from rlboost.services.trainer.adapters.images import PromptImages
+from rlboost.services.trainer.adapters.images import NO_IMAGES, PromptImages, TakenImages
 from rlboost.services.trainer.adapters.tokens import PromptTokenizer
 from rlboost.services.trainer.domain.conversations import Decode
 from rlboost.services.trainer.ports.samples import Data, Prompt
@@ -33,6 +33,7 @@ from rlboost.shared.data.examples import (
     pair_of,
     prompt_of,
 )
+from rlboost.shared.data.images import conversation_key, n_before_answer
 from rlboost.shared.data.messages import ASSISTANT
 from rlboost.shared.data.rows import Row, format_source, is_messages, read_rows
 from rlboost.shared.errors import ConfigError
@@ -290,9 +291,10 @@ class _Reader:
     def _examples(self, spec: SftDataSpec, row: Row, location: str) -> list[Prompt | None]:
         """Return the prompts of a row with their completions, None for each that is too long."""
         with _naming(location):
+            shown = self._images.take(row.values, conversation_key(row.values, self._rows.prompt_key), row.source)
             keys = self._rows.prompt_key, spec.completion_key
-            examples = examples_of(row.values, *keys, every_turn=spec.assistant_only_loss)
-        return [self._example(spec, example, location) for example in examples]
+            examples = examples_of(shown.values, *keys, every_turn=spec.assistant_only_loss)
+        return [self._example(spec, example, location, shown) for example in examples]
 
     def _pair(self, spec: DpoDataSpec, row: Row, location: str) -> Prompt | None:
         """Return the prompt of a row with both completions, None if one is too long."""
@@ -305,7 +307,10 @@ class _Reader:
             raise ConfigError(f"{location}: both completions have the same tokens, so neither is better: leave it out")
         return replace(chosen, rejected=rejected.completion)
 
-    def _example(self, spec: OfflineDataSpec, example: Example, location: str) -> Prompt | None:
+    def _example(
+        self, spec: OfflineDataSpec, example: Example, location: str, shown: TakenImages = NO_IMAGES
+    ) -> Prompt | None:
+        """Return a row's example, which has the images before its completion; None if it is too long."""
         with _naming(location):
             self._check_is_rendered(is_text=isinstance(example, TextExample))
             if isinstance(example, TextExample):
@@ -314,7 +319,13 @@ class _Reader:
             else:
                 ids = self._tokens.prompt(example.prompt, example.tools, example.kwargs, is_open=False)
                 target = self._tokens.answer(*example)
-        return self._fitting(spec, example, ids, target, location)
+            n_images = n_before_answer(example) if shown.refs else 0
+            ids = self._images.expanded(ids, shown.grids[:n_images])
+        found = self._fitting(spec, example, ids, target, location)
+        if found is None or not (images := shown.refs[:n_images]):
+            return found
+        # A resumed job compares the columns.
+        return replace(found, images=images, columns={"images": [ref.digest for ref in images]})
 
     def _scored(self, spec: RewardDataSpec, row: Row, location: str) -> Prompt | None:
         """Return a pair of conversations, parted where their tokens differ, or a labelled one; None: it is too long."""

@@ -50,6 +50,9 @@ class TakenImages(NamedTuple):
     """The digests of the images, in the column that they were in."""
 
 
+NO_IMAGES = TakenImages({})
+
+
 class PromptImages:
     """Reads the images of rows."""
 

@@ -26,7 +26,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.model.experts import is_mixture
-from rlboost.shared.model.folder import count_parameters, read_config
+from rlboost.shared.model.folder import count_in_tower, count_parameters, read_config
 
 # --- What the torch backend and FSDP2 require of a model for a job's settings. They check the same when they load it
 
@@ -77,7 +77,8 @@ def hardware_of(spec: JobSpec, model: Path, device: str) -> TrainingHardware:
         return TrainingHardware(n_devices)
     try:
         dense = not is_mixture(read_config(model))
-        flops = flops_per_token(count_parameters(model), frozen=spec.adapter is not None) if dense else 0.0
+        n = count_parameters(model) - count_in_tower(model)  # patches are no tokens
+        flops = flops_per_token(n, frozen=spec.adapter is not None) if dense else 0.0
     except ConfigError:
         flops = 0.0
     return TrainingHardware(n_devices, flops, peak)

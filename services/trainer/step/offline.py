@@ -117,6 +117,6 @@ def _rows(spec: OfflineJob, examples: Sequence[Prompt]) -> list[TrainingRow]:
             if isinstance(spec, RewardJob):
                 whole = given + completion
                 given, trained = whole[: -I32.itemsize], whole[-I32.itemsize :]
-            row = SequenceRow(given, trained, bytes(len(trained)))
+            row = SequenceRow(given, trained, bytes(len(trained)), images=[image.digest for image in example.images])
             rows.append(TrainingRow.of(row, constant(1.0, row)))
     return rows

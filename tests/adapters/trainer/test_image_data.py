@@ -121,6 +121,56 @@ def test_dataset_with_images_opens_no_file_outside_of_its_folder(model: Path, tm
         load_saved({"bytes": None, "path": str(tmp_path / "outside.png")})
 
 
+ANSWER = [{"role": "assistant", "content": "red"}]
+SFT: dict[str, dict[str, Any]] = {
+    "a conversation and a column": {"messages": [*asks({"type": "image"}, "which"), *ANSWER], "images": ["a.png"]},
+    "parts as tables have them": {
+        "messages": [
+            *asks({"index": 0, "text": None, "type": "image"}, {"index": None, "text": " which ", "type": "text"}),
+            {"role": "assistant", "content": [{"index": None, "text": "red", "type": "text"}]},
+        ],
+        "images": [{"bytes": None, "path": "a.png"}],
+    },
+    "the image in its part": {"messages": [*asks({"type": "image", "image": "a.png"}, "which"), *ANSWER]},
+    "a prompt and a completion": {"prompt": asks("which"), "completion": ANSWER, "image": "a.png"},
+}
+
+
+@pytest.mark.parametrize("form", SFT)
+def test_row_for_fine_tuning_shows_its_image_before_the_answer(model: Path, form: str, tmp_path: Path) -> None:
+    (example,) = load(model, SFT[form], folder=tmp_path / "images", kind="sft").train
+    assert ints(example.tokens) == SHOWN
+    assert ints(example.completion) == [11, 1], "the answer and its end"
+    (ref,) = example.images
+    assert (tmp_path / "images" / ref.digest).stat().st_size == 8 + 3 * 16 * 16
+    assert example.columns == {"images": [ref.digest]}, "so that a resumed job finds other images"
+
+
+def test_each_answer_of_a_conversation_follows_the_images_before_it(model: Path) -> None:
+    first, later = asks({"type": "image"}, "which"), asks("and", {"type": "image"})
+    row = {"messages": [*first, *ANSWER, *later, *ANSWER], "images": ["a.png", "b.png"]}
+    both = load(model, row, kind="sft", data={"assistant_only_loss": True}).train
+    assert [ints(one.tokens).count(IMAGE) for one in both] == [4, 4 + 6]
+    assert both[0].images == both[1].images[:1]
+    assert len(both[1].images) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [*asks("which"), {"role": "assistant", "content": "<image> red"}]}, "models write text only"),
+        ({"messages": [*asks(f"which {MARK}", {"type": "image"}), *ANSWER]}, "has 1 images and 2 places for images"),
+        ({"messages": [*asks({"type": "image"}, {"type": "image"}), *ANSWER]}, "has 1 images, and its messages show 2"),
+        ({"prompt": "which", "completion": "red"}, "a prompt with images must be chat messages"),
+    ],
+)
+def test_row_for_fine_tuning_is_refused_with_what_to_do(model: Path, row: dict[str, Any], reason: str) -> None:
+    given = {**row, "images": ["a.png"]}
+    with pytest.raises(ConfigError, match=rf"line 1: .*{reason}"):
+        load(model, given, kind="sft")
+    assert reason in "".join(problems(model, given, kind="sft"))
+
+
 def test_images_are_shown_in_the_order_of_the_messages(model: Path) -> None:
     first, second = ({"type": "image"}, {"type": "image"})
     (prompt, other) = load(
@@ -232,6 +282,32 @@ def test_processor_that_prepares_images_otherwise_is_refused(model: Path) -> Non
     assert len(load(model, row).train) == 1
     with pytest.raises(ConfigError, match=r"data\.max_image_pixels: the model's images have 256 pixels or more"):
         load(model, row, data={"max_image_pixels": 100})
+
+
+def test_processor_of_transformers_5_is_read(model: Path) -> None:
+    """It comes first where there are both files, as in transformers."""
+    row = {"prompt": asks({"type": "image"}), "images": ["a.png"]}
+    file, newer = model / "preprocessor_config.json", model / "processor_config.json"
+    (of_older,) = load(model, row).train
+    own = Qwen2VLImageProcessorPil.from_pretrained(model).to_dict()
+    newer.write_text(json.dumps({"processor_class": "Qwen3VLProcessor"}))
+    assert load(model, row).train[0].images == of_older.images
+    larger = {**own, "size": {"shortest_edge": 1024, "longest_edge": 4096}}
+    newer.write_text(json.dumps({"processor_class": "Qwen3VLProcessor", "image_processor": larger}))
+    assert Qwen2VLImageProcessorPil.from_pretrained(model).size["shortest_edge"] == 1024
+    (of_newer,) = load(model, row).train
+    assert of_newer.images[0].n_bytes == 3 * 1024 + 8 > of_older.images[0].n_bytes
+    file.unlink()
+    assert load(model, row).train[0].images == of_newer.images
+    newer.write_text(json.dumps({"image_processor": {**own, "resample": 2}}))
+    with pytest.raises(ConfigError, match=r": processor_config\.json has resample 2, and images"):
+        load(model, row)
+    newer.write_text(json.dumps({"image_processor": "none"}))
+    with pytest.raises(ConfigError, match=r": processor_config\.json cannot be read, which images need"):
+        load(model, row)
+    newer.write_text("{}")
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json cannot be read, which images need"):
+        load(model, row)
 
 
 def test_file_without_a_value_means_that_of_transformers(model: Path, family: str) -> None:

@@ -13,12 +13,8 @@ from rlboost.services.trainer.ports.samples import Data
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.wire import ints
-from tests.support.model_folder import with_chat_template, write_model, write_tokenizer
+from tests.support.model_folder import CHAT_TEMPLATE, with_chat_template, write_model, write_tokenizer
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ 't90 ' if m['role'] == 'user' else 't91 ' }}{{ m['content'] }} <eos> t92 {% endfor %}"
-    "{% if add_generation_prompt %}t91 {% endif %}"
-)
 USER = {"role": "user", "content": "t5 t6"}
 BETTER, WORSE = ({"role": "assistant", "content": content} for content in ("t7", "t8"))
 CHAT_PROMPT = [90, 5, 6, 2, 92, 91]

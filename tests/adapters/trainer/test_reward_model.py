@@ -20,11 +20,8 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.model.folder import digest_of_weights, require_reward_model
 from rlboost.shared.process.waiting import Waits
-from tests.support.model_folder import with_chat_template, write_model, write_tokenizer
+from tests.support.model_folder import TURNS, with_chat_template, write_model, write_tokenizer
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ 't90 ' if m['role'] == 'user' else 't91 ' }}{{ m['content'] }} <eos> t92 {% endfor %}"
-)
 TEXTS = ["t7 t8 t9", "t10", "t11 t12 t13 t14", "t7"]
 Start = Callable[..., Awaitable[RewardPool]]
 
@@ -36,7 +33,7 @@ def model(tmp_path: Path) -> Path:
     found: Any = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
     found.score.weight.data.normal_()
     found.save_pretrained(tmp_path / "scores")
-    return with_chat_template(write_tokenizer(tmp_path / "scores"), CHAT_TEMPLATE)
+    return with_chat_template(write_tokenizer(tmp_path / "scores"), TURNS)
 
 
 def settings(model: Path, **changes: Any) -> dict[str, Any]:

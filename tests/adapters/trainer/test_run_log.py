@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
 
 from rlboost.services.trainer.adapters import run_folder as folder
 from rlboost.services.trainer.adapters import tracker_child
@@ -19,13 +21,33 @@ from rlboost.services.trainer.adapters.run_log import Row, RunLog, openers
 from rlboost.services.trainer.ports.storage import LoggedSample
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.weights.access import RecordKey
-from tests.support import tracker_stand_ins, wandb_file
+from tests.support import tracker_stand_ins
 from tests.support.eventually import LIMIT_S, eventually
 from tests.support.stopwatch import Stopwatch
 from tests.support.trainer_rig import Rig, spec
 
 ROWS = {step: {"loss": 1.0 / (step + 1), "reward/mean": float(step), "eval/pass@1": 0.5} for step in range(6)}
 STAND_INS = Path(tracker_stand_ins.__file__).parent
+_BLOCK_BYTES = 32 * 1024
+_FILE_HEADER_BYTES = 7
+_FULL, _LAST = 1, 4
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """Yield the records of a `.wandb` file: LevelDB's log format, of messages that wandb's own classes parse."""
+    data, at, parts = file.read_bytes(), _FILE_HEADER_BYTES, []
+    while at + 7 <= len(data):
+        if (left := _BLOCK_BYTES - at % _BLOCK_BYTES) < 7:
+            at += left
+            continue
+        _checksum, n_bytes, kind = struct.unpack_from("<IHB", data, at)
+        parts.append(data[at + 7 : at + 7 + n_bytes])
+        at += 7 + n_bytes
+        if kind in {_FULL, _LAST}:
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(b"".join(parts))
+            parts = []
+            yield record
 
 
 def run(path: Path, job: Any, first: int, end: int) -> list[str]:
@@ -57,7 +79,7 @@ def test_wandb_has_one_run_with_the_jobs_id_settings_and_steps(tmp_path: Path, m
     job = spec(name="sums", log={"wandb": {"project": "maths", "group": "g", "tags": ["a", "b"]}, "samples": 1})
     assert run(tmp_path, job, 2, 6) == []
     [file] = tmp_path.glob("wandb/offline-run-*/run-job-1-ab12.wandb")
-    begun = next(record.run for record in wandb_file.records(file) if record.HasField("run"))
+    begun = next(record.run for record in wandb_records(file) if record.HasField("run"))
     assert (begun.run_id, begun.project, begun.display_name) == ("job-1-ab12", "maths", "sums")
     assert (begun.run_group, list(begun.tags)) == ("g", ["a", "b"])
     config = {item.key: json.loads(item.value_json) for item in begun.config.update}
@@ -72,7 +94,7 @@ def test_wandb_has_one_run_with_the_jobs_id_settings_and_steps(tmp_path: Path, m
 
 def _history(file: Path) -> dict[int, dict[str, float]]:
     rows = {}
-    for record in wandb_file.records(file):
+    for record in wandb_records(file):
         if record.HasField("history"):
             items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             rows[record.history.step.num] = {name: json.loads(items[name]) for name in ROWS[0]}

@@ -17,12 +17,8 @@ from rlboost.services.trainer.ports.samples import Data
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.wire import ints
-from tests.support.model_folder import with_chat_template, write_model, write_tokenizer
+from tests.support.model_folder import CHAT_TEMPLATE, TURNS, with_chat_template, write_model, write_tokenizer
 
-TURNS = (
-    "{% for m in messages %}{{ 't90 ' if m['role'] == 'user' else 't91 ' }}{{ m['content'] }} <eos> t92 {% endfor %}"
-)
-CHAT_TEMPLATE = TURNS + "{% if add_generation_prompt %}t91 {% endif %}"
 USER = {"role": "user", "content": "t5 t6"}
 ANSWER = {"role": "assistant", "content": "t7"}
 

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,18 @@ from rlboost.jobs.memory import (
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
 from rlboost.services.trainer.ports.engine import PolicySettings
+from rlboost.shared.data.vision import FAMILIES, vision_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec, TrainerSpec
 from rlboost.shared.model.experts import count_in_experts
+from rlboost.shared.model.folder import read_config
 from rlboost.shared.wire import F32, pack
+from tests.support import tiny_vision
 from tests.support.one_rank import critic_of, trained_by
 from tests.support.saved_bytes import saved_bytes
+from tests.support.tiny_vision import SHORT, Shown, picture
 from tests.support.training_rows import training_row
 
 N_TOKENS = 512
@@ -72,6 +78,60 @@ QWEN3_235B = {
 }
 
 
+_OF_TOWER = {"spatial_merge_size": 2, "temporal_patch_size": 2}
+SEEING: dict[str, dict[str, Any]] = {
+    "Qwen2.5-VL-3B": {
+        "model_type": "qwen2_5_vl",
+        "image_token_id": 151655,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "vocab_size": 151936,
+        "vision_config": {
+            **_OF_TOWER,
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "in_chans": 3,
+            "out_hidden_size": 2048,
+            "patch_size": 14,
+        },
+    },
+    "Qwen3-VL-4B": {
+        "model_type": "qwen3_vl",
+        "image_token_id": 151655,
+        "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "head_dim": 128,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
+        "vision_config": {
+            **_OF_TOWER,
+            "deepstack_visual_indexes": [5, 11, 17],
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": 2560,
+            "patch_size": 16,
+        },
+    },
+}
+"""The sizes in `config.json` of models on the hub."""
+
+
 def written(config: Any, folder: Path) -> ModelSize:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return size_of(json.loads((folder / "config.json").read_text()))
@@ -97,6 +157,44 @@ def test_computed_bytes_match_what_torch_saves(tmp_path: Path, family: str, dtyp
     if checkpointing and dtype == "bfloat16":
         computed -= 2 * size.layer  # cast again in the backward pass
     assert computed == pytest.approx(saved, rel=0.1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_computed_bytes_of_images_match_what_torch_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: Any, checkpointing: bool, frozen: bool
+) -> None:
+    """Within a tenth, next to a row of text of the same length."""
+    changed = tiny_vision.config(family)
+    changed.text_config.max_position_embeddings = N_TOKENS
+    monkeypatch.setattr(tiny_vision, "config", lambda *_: changed)
+    monkeypatch.setitem(tiny_vision.PROCESSOR, "size", {"shortest_edge": 64, "longest_edge": 1 << 20})
+    config = read_config(tiny_vision.write(tmp_path / "model", family=family))
+    size, vision = size_of(config), vision_of(config)
+    assert size.tower is not None
+    assert vision is not None
+    settings = PolicySettings(
+        dtype=dtype, activation_checkpointing=checkpointing, images=str(tmp_path), freeze_vision_tower=frozen
+    )
+    policy = TorchPolicy(settings, device="cpu")
+    policy.load_hf(tmp_path / "model")
+    shown = Shown(tmp_path / "model", vision, SHORT, picture("red", size=(96, 160)))
+    n_patches = 96 * 160 // 4**2
+    for (digest, _), data in zip(shown.images, shown.data, strict=True):
+        (tmp_path / digest).write_bytes(data)
+    row = training_row([*shown.ids], [11] * 2, [-1.0] * 2)
+    saved = {}
+    for images in ([], [digest for digest, _ in shown.images]):
+        with saved_bytes(policy.rank.module.parameters()) as n_saved:
+            trained_by(policy).forward([replace(row, images=images)])
+            saved[bool(images)] = n_saved()
+    half = dtype == "bfloat16"
+    bytes_of = partial(size.tower.saved_bytes, half=half, checkpointed=checkpointing)
+    allowed = 0.02 * n_patches * bytes_of(frozen=False)
+    computed = n_patches * bytes_of(frozen=frozen)
+    assert saved[True] - saved[False] == pytest.approx(computed, rel=0.1, abs=allowed)
 
 
 LARGER: dict[str, Any] = {**_SIZES, "hidden_size": 512, "max_position_embeddings": 4096}
@@ -164,6 +262,42 @@ def test_parameter_count_matches_the_model(tmp_path: Path, family: str) -> None:
     assert size.total == pytest.approx(sum(parameter.numel() for parameter in model.parameters()), rel=2e-3)
     assert (size.active < size.total) is (family == "qwen3-moe")
     assert size.in_experts == count_in_experts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "n_in_tower"), [("Qwen2.5-VL-3B", 3754622976, 668684288), ("Qwen3-VL-4B", 4437815808, 415347712)]
+)
+def test_parameter_count_of_models_that_see_images(name: str, n: int, n_in_tower: int) -> None:
+    """As transformers has them, without biases and norms; from `config.json` as it is published."""
+    size = size_of(SEEING[name])
+    assert size.total == pytest.approx(n, rel=2e-3)
+    assert size.in_tower == pytest.approx(n_in_tower, rel=2e-3)
+    assert size.active == size.total - size.in_tower
+
+
+def test_frozen_tower_has_no_moments_and_no_gradients(tmp_path: Path) -> None:
+    raw = job(tmp_path, SEEING["Qwen3-VL-4B"])
+    whole, frozen, adapter = (
+        estimate(parse({**raw, **extra}))
+        for extra in ({}, {"trainer": {"freeze_vision_tower": True}}, {"elastic": {"weights": "lora"}})
+    )
+    size = size_of(SEEING["Qwen3-VL-4B"])
+    assert whole.bytes["state"] == 16 * size.total
+    assert frozen.bytes["state"] == 16 * size.total - 12 * size.in_tower
+    assert adapter.bytes["state"] == 4 * size.total + 16 * adapter_parameters(size, LoraSpec())
+    assert whole.bytes["images"] > frozen.bytes["images"] == 0
+    spec = parse({**raw, "trainer": {"freeze_vision_tower": True, "offload": "optimizer"}})
+    model = trained_model(spec, size.total, n_in_tower=size.in_tower)
+    assert generating_bytes(model, spec.trainer) == 4 * size.total
+    few = estimate(parse(raw), image_tokens=512)
+    assert (whole.image_tokens, few.image_tokens) == (whole.tokens, 512)
+    assert few.bytes["images"] * whole.tokens == whole.bytes["images"] * 512
+    with pytest.raises(ConfigError, match="critic is not supported with models that see images"):
+        estimate(parse({**raw, "algorithm": {"name": "ppo"}}))
+    with pytest.raises(ConfigError, match="8193 tokens of images: a micro-batch of this model has at most 8192"):
+        estimate(parse(raw), image_tokens=8193)
+    with pytest.raises(ConfigError, match="1 tokens of images: a micro-batch of this model has at most 0"):
+        estimate(parse(job(tmp_path, QWEN3_235B)), image_tokens=1)
 
 
 @pytest.mark.parametrize(

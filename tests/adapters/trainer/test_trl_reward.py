@@ -29,12 +29,8 @@ from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.folder import HEAD, require_scores
 from rlboost.shared.weights.access import RecordKey
 from rlboost.shared.wire import ints
-from tests.support.model_folder import with_chat_template, write_model, write_tokenizer
+from tests.support.model_folder import CHAT_TEMPLATE, with_chat_template, write_model, write_tokenizer
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ 't90 ' if m['role'] == 'user' else 't91 ' }}{{ m['content'] }} <eos> t92 {% endfor %}"
-    "{% if add_generation_prompt %}t91 {% endif %}"
-)
 TEXTS = [
     {"prompt": "t5 t6", "chosen": " t7 t8 t9", "rejected": " t10", "margin": 0.5},
     {"prompt": "t11", "chosen": " t12<eos>", "rejected": " t13 t14 t15 t16 t17", "margin": 0.0},

@@ -25,12 +25,7 @@ from tests.support.eventually import eventually
 from tests.support.staged_versions import pulled
 from tests.support.staged_weights import Staged, shard
 
-# The tests share one vLLM, which belongs to an event loop and takes long to start on a busy machine.
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),  # vLLM leaves its own open
-]
+pytestmark = vllm_engines.MARKS
 
 SLOTS = 4
 MAX_LEN = 160

@@ -460,6 +460,8 @@ async def test_unreachable_server_raises_bus_unavailable() -> None:
         "redis://:hunter2/3@redis:6379/0",
         "redis://:hunter2#3@redis:6379/0",
         "redis://:hunter2@[redis:6379/0",
+        "redis://:hunter2@redis:6379/production",
+        "redis://:hunter2@redis:6379/0?sslcert=node.pem",
     ],
 )
 def test_invalid_redis_url_error_does_not_reveal_the_password(url: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,29 @@ from rlboost.services.trainer.adapters import environment_pool as pool_module
 from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
 from rlboost.services.trainer.adapters.user_code import UserCodeLog
 from rlboost.services.trainer.ports.samples import EnvironmentFault, StepResult
-from tests.support.environment_pools import environment_pool, fault_of
+from rlboost.shared.job.reward import EnvironmentSpec
+from rlboost.shared.process.waiting import Waits
 from tests.support.eventually import eventually
+
+
+@asynccontextmanager
+async def environment_pool(
+    function: str, timeout_s: float = 20.0, log: UserCodeLog | None = None, **more: Any
+) -> AsyncIterator[EnvironmentPool]:
+    """Start the environment, a class of `tests.support.concurrent_environments`."""
+    path = f"tests.support.concurrent_environments:{function}"
+    pool = EnvironmentPool(EnvironmentSpec(function=path, timeout_s=timeout_s, **more), Waits(), log)
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def fault_of(call: Awaitable[Any]) -> EnvironmentFault:
+    with pytest.raises(EnvironmentFault) as caught:
+        await call
+    return caught.value
 
 
 def text_of(results: list[StepResult]) -> str:

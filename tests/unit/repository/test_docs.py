@@ -40,7 +40,6 @@ ROOT = Path(__file__).parents[3]
 _TOPS = r"services|shared|rlboost|tests|deploy|docs|examples|recipes|benchmarks|\.ci"
 _FILE = re.compile(rf"(?<![\w/.-])((?:{_TOPS})/[\w./*-]*[\w*])(?:::(\w+))?")
 _ROOT_FILE = re.compile(r"^[\w.-]+\.(?:toml|yml|md|txt)$|^Makefile$|^\.env\.example$")
-_ROUTE = r"(?:^|GET |POST )(/(?:v1/(?:jobs|join|workers|fleet)[\w/{}]*|healthz|readyz|metrics))(?![\w/])"
 _LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 
 GENERATED = [

@@ -25,7 +25,7 @@ from rlboost.services.rollout_manager.api.fleet import scrape_targets
 from rlboost.services.rollout_manager.api.jobs import build
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.loop import Manager
-from rlboost.services.trainer.job.log import SHOWN, observe_step
+from rlboost.services.trainer.run import SHOWN, observe_step
 from rlboost.shared.errors import WaitTimedOut
 from rlboost.shared.http.access import metrics_path, peer_key
 from rlboost.shared.http.guard import Guard

@@ -30,11 +30,16 @@ QWEN3_8B = {
 }
 
 
-def write_model(folder: Path, billions: float, **config: Any) -> None:
+def write_model(folder: Path, billions: float, in_tower: float = 0.0, **config: Any) -> None:
     """Write a model of which only the headers exist: nothing may read more."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**QWEN3_8B, **config}))
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [1000, int(billions * 1e6)], "data_offsets": [0, 0]}}).encode()
+    sizes = {"w": billions - in_tower, "model.visual.w": in_tower}
+    tensors = {
+        name: {"dtype": "BF16", "shape": [1000, round(size * 1e6)], "data_offsets": [0, 0]}
+        for name, size in sizes.items()
+    }
+    header = json.dumps(tensors).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
 
 
@@ -74,6 +79,14 @@ def test_model_too_large_for_the_trainer_is_a_problem(tmp_path: Path) -> None:
     (problem,) = checked(tmp_path, 8.2, {}, n=1, trainer=one).problems
     assert problem.startswith("model: the trainer needs 122.2 GiB per GPU for weights, optimizer and gradients")
     assert "a GPU has 79.6 GiB" in problem
+
+
+def test_frozen_tower_needs_no_moments_and_no_gradients(tmp_path: Path) -> None:
+    one, config = {"dtype": "bfloat16", "offload": "all"}, {"model_type": "qwen3_vl", "in_tower": 0.7}
+    (problem,) = checked(tmp_path, 5.5, {}, n=1, trainer=one, config=config).problems
+    assert problem.startswith("model: the trainer needs 82.0 GiB per GPU for weights, optimizer and gradients")
+    frozen = {**one, "freeze_vision_tower": True}
+    assert checked(tmp_path, 5.5, {}, n=1, trainer=frozen, config=config) == Fit([], [])
 
 
 def test_model_too_large_for_an_engine_is_a_problem(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.offers import MarketOffer, PricePath, Replay, hindsight_bound, price_path, replay
 from rlboost.services.rollout_manager.domain.offers import Pool
-from rlboost.simulation.offers import MarketOffer, PricePath, Replay, hindsight_bound, price_path, replay
 from rlboost.simulation.traces import FleetEvent, FleetTrace
 
 HOURS = 2

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from rlboost.cli import app
 from rlboost.demo.summary import Recorder
 from rlboost.report import Record, render, report_of, write
-from rlboost.shared.page.files import STATIC
+from rlboost.shared.page import STATIC
 from tests.support.report_data import data_of
 from tests.support.synthetic_record import record, sample, unfinished
 

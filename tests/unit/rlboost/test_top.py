@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rlboost.client import Client
-from rlboost.shared.page.files import STATIC
+from rlboost.shared.page import STATIC
 from rlboost.top import (
     JOBS_SHOWN,
     PARTS,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost.services.trainer.adapters.run_record import user_code_digests
+from rlboost.services.trainer.adapters.run_folder import user_code_digests
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.weights.access import ManifestKey, RecordKey
 from rlboost.verify import check, compare, lines_of

@@ -437,7 +437,8 @@ async def test_metrics_show_which_manager_leads(pair: Pair) -> None:
     assert [leading(pair.first), leading(pair.second)] == [1.0, 0.0]
 
 
-async def test_jobs_that_redis_has_lost_fail_with_how_to_continue_them(pair: Pair) -> None:
+@pytest.mark.parametrize("fails_at_first", [False, True])
+async def test_jobs_that_redis_has_lost_fail_with_how_to_continue_them(pair: Pair, fails_at_first: bool) -> None:
     assert await pair.first.try_lead()
     for no, job_id in enumerate(("ended", "running"), start=1):
         await pair.create(job_id, no)
@@ -449,6 +450,11 @@ async def test_jobs_that_redis_has_lost_fail_with_how_to_continue_them(pair: Pai
     pair.bus.lose_data()
     with pytest.raises(Fenced):
         await pair.first.turn()
+    if fails_at_first:  # the lease is acquired, and its reply arrives; that of the next write does not
+        pair.bus.before_next_transaction = lambda: setattr(pair.bus, "lose_next_reply", True)
+        with pytest.raises(BusUnavailable):
+            await pair.first.try_lead()
+        assert await pair.bus.counter(names.MANAGER_EPOCH) == 1
     with structlog.testing.capture_logs() as logs:
         assert await pair.first.try_lead()
     (lost,) = [line for line in logs if line["event"] == "redis_lost_data"]

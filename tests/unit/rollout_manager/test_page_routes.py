@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from rlboost.services.rollout_manager.api.jobs import add_page
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
-from rlboost.shared.page.files import STATIC
+from rlboost.shared.page import STATIC
 
 
 @pytest.fixture

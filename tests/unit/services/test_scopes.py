@@ -19,7 +19,7 @@ from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.serving.routes import add_openai_routes
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_worker.api import notice_routes
-from rlboost.services.trainer import api as trainer_api
+from rlboost.services.trainer import __main__ as trainer_main
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.http.access import Principal, TokenScope
 from rlboost.shared.http.guard import Guard
@@ -138,7 +138,7 @@ async def status(app: FastAPI, method: str, path: str, secret: str | None) -> in
     [
         (manager_app(MemoryBus()), MANAGER),
         (worker_app(), WORKER),
-        (trainer_api.create(Mock(), SYSTEM, Waits()), EVERYWHERE),
+        (trainer_main.create_app(Mock(), SYSTEM, Waits()), EVERYWHERE),
     ],
 )
 async def test_routes_of_services_are_those_of_the_table(app: FastAPI, table: dict[str, str]) -> None:

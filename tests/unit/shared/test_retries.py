@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from rlboost.shared.errors import BusUnavailable, NotFound, StoreUnavailable
-from rlboost.shared.process.waiting import retry_while
+from rlboost.shared.errors import BusUnavailable, NotFound, StoreUnavailable, WaitTimedOut
+from rlboost.shared.process.waiting import Waits, for_each, retry_while
 
 
 class Call:
@@ -46,3 +48,37 @@ async def test_last_error_is_raised_after_the_limit() -> None:
     with pytest.raises(BusUnavailable):
         await retry_while(BusUnavailable, call, limit_s=0.05, first_s=0.01, longest_s=0.01, jitter_s=0.0)
     assert 2 <= call.tries < 1000
+
+
+async def test_wait_shows_the_last_error_of_its_calls_until_one_succeeds() -> None:
+    waits = Waits()
+    shown: list[str] = []
+
+    async def work(call: Call) -> None:
+        async def shows() -> str:
+            shown.extend(wait.because for wait in waits.current())
+            return await call()
+
+        await retry_while(StoreUnavailable, shows, first_s=0.001, jitter_s=0.0)
+
+    async with waits.on("the disk", because="an outer wait", limit_s=60):
+        async with waits.on("the store", because="publish", limit_s=60):
+            # In a task of its own, as uploads are.
+            await for_each([Call(StoreUnavailable("full: free space"))], work, concurrency=1, name="upload")
+            shown.extend(wait.because for wait in waits.current())
+        await retry_while(StoreUnavailable, Call(StoreUnavailable("away")), first_s=0.001, jitter_s=0.0)
+    failed = "publish; the last try failed: full: free space"
+    assert shown == ["an outer wait", "publish", "an outer wait", failed, "an outer wait", "publish"]
+
+
+async def test_wait_that_times_out_names_the_last_error() -> None:
+    waits = Waits()
+
+    async def always_down() -> None:
+        await asyncio.sleep(0)
+        raise BusUnavailable("disk full")
+
+    with pytest.raises(WaitTimedOut, match=r"for Redis \(a write; the last try failed: disk full\)"):
+        async with waits.on("Redis", because="a write", limit_s=0.1):
+            await retry_while(BusUnavailable, always_down, first_s=0.01, longest_s=0.01, jitter_s=0.0)
+    assert waits.take_timed_out()[0].because == "a write; the last try failed: disk full"

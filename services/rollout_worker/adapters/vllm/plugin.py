@@ -15,7 +15,7 @@ PARENT_VARIABLE = "RLBOOST_VLLM_PARENT"
 """Holds the process id of the worker."""
 UNPACKED_VARIABLE = "RLBOOST_VLLM_UNPACKED"
 """Set where linear layers shall compute with their weights as loaded: see `VllmOptions.pack_weights`."""
-VISION_MODELS = {"qwen3_vl": "RLBoostQwen3VL"}
+VISION_MODELS = {"qwen2_5_vl": "RLBoostQwen25VL", "qwen3_vl": "RLBoostQwen3VL"}
 """Family of models that see images -> its class in the module `vision`."""
 N_GENERATED = "rlboost_n_generated"
 """Extra argument of a request: how many tokens at the end of its prompt are those of its answer so far."""

@@ -32,6 +32,7 @@ if find_spec("torchvision") is None:
 
     sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", image_processing_pil_qwen2_vl)
 
+from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
 # --- Requests ---------------------------------------------------------------------------------------------------------
@@ -162,6 +163,14 @@ class _Processor(BaseMultiModalProcessor[_Info]):  # type: ignore[misc] # as abo
         )
 
 
-@MULTIMODAL_REGISTRY.register_processor(_Processor, info=_Info, dummy_inputs=_Dummies)
+_registered = MULTIMODAL_REGISTRY.register_processor(_Processor, info=_Info, dummy_inputs=_Dummies)
+
+
+@_registered
+class RLBoostQwen25VL(Qwen2_5_VLForConditionalGeneration):  # type: ignore[misc] # as above
+    """vLLM's Qwen2.5-VL."""
+
+
+@_registered
 class RLBoostQwen3VL(Qwen3VLForConditionalGeneration):  # type: ignore[misc] # as above
     """vLLM's Qwen3-VL."""
