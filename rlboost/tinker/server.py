@@ -320,7 +320,7 @@ class Tinker:
         """Compute a loss, and its gradients unless `forward_only`."""
         try:
             data = [datum_of(one) for one in asked.data]
-        except ConfigError as error:
+        except Exception as error:
             if not asked.forward_only:
                 self.model.fail(adapter, str(error))
             raise

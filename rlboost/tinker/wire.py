@@ -6,9 +6,11 @@ answer, and the answer of a sample.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.ids import MAX_GROUP_SIZE
 
 VERSION = "0.38"
 """Of the client that this is written for and tested with."""
@@ -24,6 +27,8 @@ PROTOBUF = "application/x-protobuf"
 _F32, _I64 = 1, 2
 _DTYPES: Mapping[int, np.dtype[Any]] = {_F32: np.dtype("<f4"), _I64: np.dtype("<i8"), 3: np.dtype("<i4")}
 _STOP, _LENGTH = 0, 1
+_MAX_VALUES = 1 << 28
+"""Of one tensor: a sparse one may declare any shape."""
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
@@ -111,7 +116,7 @@ class OptimStep(_InOrder):
 
 class _Save(_InOrder):
     path: str | None = None
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: int | None = Field(None, ge=1, lt=1 << 31)
     user_metadata: dict[str, str] | None = None
 
 
@@ -189,7 +194,7 @@ class Sample(_Body):
 
     sampling_session_id: str
     seq_id: int = Field(ge=0)
-    num_samples: int = Field(1, ge=1)
+    num_samples: int = Field(1, ge=1, le=MAX_GROUP_SIZE)
     prompt: _Input
     sampling_params: SamplingParams
     prompt_logprobs: bool | None = None
@@ -297,6 +302,16 @@ class ForwardBackward:
     config: dict[str, float | str]
 
 
+@contextmanager
+def _as_protobuf() -> Iterator[None]:
+    """Translate what a field of another type than the client's raises."""
+    try:
+        yield
+    except (TypeError, ValueError, struct.error) as error:
+        raise ConfigError(f"the body is no protobuf of tinker {VERSION}: {error}") from error
+
+
+@_as_protobuf()
 def forward_backward_of(body: bytes) -> ForwardBackward:
     """Return the request that a body has.
 
@@ -319,6 +334,7 @@ def forward_backward_of(body: bytes) -> ForwardBackward:
     )
 
 
+@_as_protobuf()
 def datum_of(data: bytes) -> Datum:
     """Return a sequence to train on.
 
@@ -355,15 +371,18 @@ def _tensor(name: str, data: bytes) -> NDArray[Any]:
             shape.append(value)
         if isinstance(packed, int):
             shape.append(packed)
+    if math.prod(shape) > _MAX_VALUES:
+        raise ConfigError(f"loss_fn_inputs: {name} has the shape {shape}: at most {_MAX_VALUES} values are possible")
     if not found[2]:
         dense = _array((found[1] or [b""])[-1], dtype)
-        if shape and dense.size != np.prod(shape):
+        if shape and dense.size != math.prod(shape):
             raise ConfigError(f"loss_fn_inputs: {name} of shape {shape} has {dense.size} values")
         return dense.reshape(shape) if shape else dense
     csr = _fields(found[2][-1])
     values = _array((csr[1] or [b""])[-1], dtype)
     starts, columns = (_array((csr[i] or [b""])[-1], np.dtype("<i8")) for i in (2, 3))
-    if len(shape) != 2 or len(starts) != shape[0] + 1 or not len(values) == len(columns) == starts[-1]:
+    fits = len(shape) == 2 and len(starts) == shape[0] + 1 and len(values) == len(columns) == starts[-1]
+    if not fits or starts[0] or (np.diff(starts) < 0).any():
         raise ConfigError(f"loss_fn_inputs: {name} is no sparse CSR tensor of shape {shape}")
     whole = np.zeros(shape, dtype)
     rows = np.repeat(np.arange(shape[0]), np.diff(starts))

@@ -39,6 +39,7 @@ class Settings(ServiceSettings):
     price_per_hour: float = Field(
         0.0,
         ge=0,
+        le=1e6,
         description="dollars per hour of this worker: the price of its machine divided by the machine's workers",
     )
 

@@ -53,6 +53,7 @@ class Settings(ServiceSettings):
     price_per_hour: float = Field(
         0.0,
         ge=0,
+        le=1e6,
         allow_inf_nan=False,
         description="dollars per hour of the trainer's machines, beyond what the prices of its reserved workers cover",
     )

@@ -44,7 +44,13 @@ Version = Annotated[int, Field(ge=-1, lt=(1 << 32) - 1)]
 """A weight version; -1 before the first."""
 Role = Literal["reserved", "preemptible"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MAX_SECONDS = 1e11
+"""Of a duration or a Unix time: any below it is a date that can be shown, and sums of them are finite."""
+Seconds = Annotated[float, Field(ge=0, lt=MAX_SECONDS, allow_inf_nan=False)]
+UnixTime = Seconds
+HourlyPrice = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+"""Dollars."""
+EventKind = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,100}$")]
 Span = Annotated[tuple[str, Version, Count], Strict(False)]
 """(worker, weight version, number of tokens) of consecutive tokens. msgpack decodes tuples as lists."""
 
@@ -88,6 +94,8 @@ def class_of(tag: str) -> type[Message]:
     return _REGISTRY[tag]
 
 
+MAX_REASON_CHARS = 1000
+"""Of why bytes are no message: it is logged, and may quote them."""
 PROTOCOL = 4
 OLDEST_STATE = 3
 """The lowest number whose streams and keys this release continues; a release that cannot read them raises it."""
@@ -134,6 +142,7 @@ def decode(data: bytes) -> Message:
         return class_of(body.pop("t")).model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
-        raise Undecodable(f"{error.title}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        reason = f"{error.title}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
     except (ValueError, TypeError, KeyError) as error:
-        raise Undecodable(f"not a message: {error!r}") from error
+        reason = f"not a message: {error!r}"
+    raise Undecodable(reason[:MAX_REASON_CHARS])

@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlboost.shared.messages.codec import Count, Finite, JobId, Message, Seconds, Version, message
+from rlboost.shared.messages.codec import (
+    Count,
+    EventKind,
+    HourlyPrice,
+    JobId,
+    Message,
+    Seconds,
+    UnixTime,
+    Version,
+    message,
+)
 from rlboost.shared.messages.workers import Wait
 
 JobState = Literal["pending", "running", "paused", "completed", "failed", "cancelled"]
@@ -50,13 +60,13 @@ class TrainerStatus(Message):
     phase: str
     step: Count
     """The step, from 0."""
-    phase_since: Finite
+    phase_since: UnixTime
     """When the phase began (Unix seconds)."""
-    price_per_hour: Finite
+    price_per_hour: HourlyPrice
     """Dollars for its machines, beyond what its reserved workers' prices cover."""
     waiting: Wait | None
     """What it waits for; of several waits the one that began first."""
-    at: Finite
+    at: UnixTime
     """When this was written (Unix seconds), so that each renewal changes the value."""
 
 
@@ -85,8 +95,8 @@ class StepReport(Message):
 class Event(Message):
     """Any service -> users: an event of a job. Best effort; no decision depends on it."""
 
-    kind: str
-    at: Finite
+    kind: EventKind
+    at: UnixTime
     source: str
     fields: dict[str, Any] = Field(default_factory=dict)
 
@@ -99,7 +109,7 @@ class WeightsCommitted(Message):
     version: Version
     manifest_digest: str
     n_bytes: Count
-    at: Finite
+    at: UnixTime
     base: str = ""
     """Identity of the model's weights: of this version, or of the one that this adapter belongs to. Jobs with the same
     one may share workers. Empty of releases that did not say it."""

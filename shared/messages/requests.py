@@ -11,6 +11,7 @@ from rlboost.shared.messages.codec import (
     Column32,
     Count,
     Finite,
+    HourlyPrice,
     Message,
     PackedId,
     Role,
@@ -37,7 +38,7 @@ class EngineProfile(Message):
     """The most samples that an engine runs at once."""
     kv_tokens: Count
     """The KV cache's capacity in tokens; 0 if unknown."""
-    price_per_hour: Finite
+    price_per_hour: HourlyPrice
     """Dollars for one worker; the median."""
     step_s: Seconds
     per_sample_s: Seconds

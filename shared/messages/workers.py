@@ -13,12 +13,15 @@ from rlboost.shared.messages.codec import (
     Column64,
     Count,
     EntryId,
+    EventKind,
     Finite,
+    HourlyPrice,
     JobId,
     Message,
     PackedId,
     Role,
     Seconds,
+    UnixTime,
     Version,
     message,
 )
@@ -150,14 +153,14 @@ class WorkerJoined(Message):
 
     worker: str
     role: Role
-    kind: str
+    kind: Annotated[str, Field(max_length=300)]
     """The kind of machine and engine; throughput profiles are per kind."""
     slots: Annotated[int, Field(ge=1, lt=1 << 31)]
     """The most samples that the engine runs at once."""
-    host: str
+    host: Annotated[str, Field(max_length=300)]
     pid: int
-    price_per_hour: Finite
-    at: Finite
+    price_per_hour: HourlyPrice
+    at: UnixTime
     trainer: str = ""
     """Reserved: name of the trainer whose device it shares; empty where there is one trainer only."""
     kv_tokens: Count = 0
@@ -184,7 +187,7 @@ class Wait(Message):
 
     subject: str
     because: str
-    since: Finite
+    since: UnixTime
     """Unix seconds, the process's clock."""
     limit_s: Seconds
     kind: str = ""
@@ -207,7 +210,7 @@ class WorkerHeartbeat(Message):
     running: Count
     pending: Count
     tokens_per_s: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
-    at: Finite
+    at: UnixTime
     resident_bytes: Count = 0
     """Resident memory of the process; 0 if unknown."""
     device_used_bytes: Count = 0
@@ -257,7 +260,7 @@ class PreemptionNotice(Message):
     worker: str
     lead_s: Finite
     reason: str
-    at: Finite
+    at: UnixTime
 
 
 @message
@@ -266,7 +269,7 @@ class WorkerLeft(Message):
 
     worker: str
     reason: str
-    at: Finite
+    at: UnixTime
     running_at_failure: Column64 = b""
     """uint64 column: samples that the engine ran when it died or hung; empty otherwise."""
 
@@ -280,8 +283,8 @@ class WorkerEvent(Message):
 
     worker: str
     job_id: str
-    kind: str
-    at: Finite
+    kind: EventKind
+    at: UnixTime
     fields: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -291,6 +294,6 @@ class WorkerLog(Message):
 
     worker: str
     job_id: str
-    times: Annotated[list[Finite], Field(max_length=100)]
+    times: Annotated[list[UnixTime], Field(max_length=100)]
     """When each line was logged."""
     texts: Annotated[list[Annotated[str, Field(max_length=2_000)]], Field(max_length=100)]

@@ -29,6 +29,8 @@ _URL_LOGIN = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)")
 _ACCESS_TOKEN = re.compile(r"\brlb_[\w.-]+")
 IN_EVENTS = "_in_events"
 """Marks a line of an event that is also appended to the job's events, which its log shows, too."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What could control a terminal; JSON escapes it anyway."""
 _OMITTED = frozenset({"event", "level", "timestamp", "service", "job"})
 
 
@@ -115,6 +117,8 @@ def configure(service: str, *, level: str = "info", form: str = "json", secrets:
     )
 
     def renderer(logger: object, method: str, line: structlog.typing.EventDict) -> str:
+        if form == "console":
+            line = {_escaped(name): _escaped(value) for name, value in line.items()}
         return BUFFER.without_secrets(str(render(logger, method, line)))
 
     number = logging.getLevelNamesMapping()[level.upper()]
@@ -129,6 +133,10 @@ def configure(service: str, *, level: str = "info", form: str = "json", secrets:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processor=renderer, foreign_pre_chain=shared))
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
+
+
+def _escaped(value: Any) -> Any:
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], value) if isinstance(value, str) else value
 
 
 class _Repeated:

@@ -59,7 +59,7 @@ ITEM_BYTES = {
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 """BLAKE3 in hexadecimal."""
 JobId = Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
-Shape = tuple[NonNegativeInt, ...]
+Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 63)], ...], Field(max_length=16)]
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:

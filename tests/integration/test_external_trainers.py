@@ -402,6 +402,14 @@ def test_requests_that_fit_no_job_are_rejected_by_name(system: System, raw: Any)
     for cursor in ("9" * 20 + "-0", "9" * 15 + "-0"):
         report = {"epoch": raw.epoch, "step": 0, "checkpoint": {"step": 0, "cursor": cursor}}
         assert raw("POST", "steps", json=report).status_code == 422
+    for number in ("wait_s", "train_s"):
+        assert raw("POST", "steps", json={"epoch": raw.epoch, "step": 0, number: 1e308}).status_code == 422
+    body = json.dumps({"epoch": raw.epoch, "step": 0, "metrics": {"\ud800": 1.0}})
+    half = raw("POST", "steps", content=body, headers={"Content-Type": "application/json"})
+    assert (half.status_code, "half of a character" in half.text) == (422, True)
+    body = json.dumps({"name": "x", "model": "m", "reward": {"function": "a:b", "arguments": {"a": "\ud800"}}})
+    job = system.http.post("/v1/jobs", content=body, headers={"Content-Type": "application/json"})
+    assert (job.status_code, "half of a character" in job.text) == (422, True)
     late = raw("POST", "groups", json={"epoch": raw.epoch + 1, "groups": [GROUP]})
     assert (late.status_code, late.json()["title"]) == (409, "Superseded")
     assert raw("GET", "finished", params={"epoch": raw.epoch, "after": "x"}).status_code == 422

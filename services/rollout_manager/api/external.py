@@ -48,6 +48,7 @@ from rlboost.shared.messages import (
     StepReport,
     TrainerStatus,
 )
+from rlboost.shared.messages.codec import HourlyPrice, Seconds
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import (
     START,
@@ -109,7 +110,7 @@ class AttachBody(_Body):
     replace: bool = Field(
         False, description="attach also if another trainer is present, which is rejected from then on"
     )
-    price_per_hour: float = Field(0.0, ge=0, description="dollars for the trainer's machines, for the cost of the job")
+    price_per_hour: HourlyPrice = Field(0.0, description="dollars for the trainer's machines, for the cost of the job")
 
 
 class RenewBody(_Body):
@@ -188,8 +189,8 @@ class StepBody(_Body):
     epoch: Epoch
     step: int = Field(ge=0, lt=MAX_STEPS)
     metrics: dict[str, float] = Field({}, max_length=500)
-    wait_s: float = Field(0.0, ge=0, description="how long it waited for samples")
-    train_s: float = Field(0.0, ge=0, description="how long it trained")
+    wait_s: Seconds = Field(0.0, description="how long it waited for samples")
+    train_s: Seconds = Field(0.0, description="how long it trained")
     checkpoint: Checkpoint | None = None
 
 

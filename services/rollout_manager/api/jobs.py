@@ -294,6 +294,7 @@ def control(job: Job, action: Action, token: str) -> Op:
 
 
 def _validated(raw: dict[str, Any]) -> AnyJob:
+    json.dumps(raw, ensure_ascii=False).encode()  # the guard rejects what Redis could not store
     try:
         return parse_any(raw)
     except InvalidJob as error:

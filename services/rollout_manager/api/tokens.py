@@ -28,7 +28,7 @@ class TokenBody(BaseModel):
     scope: TokenScope
     job: str = Field("", max_length=128, description="of scope trainer: id of the external job that it is for")
     name: str = Field("", max_length=100, description="what it is for, shown in lists")
-    expires_s: float | None = Field(None, gt=0, description="seconds until it expires; null = never")
+    expires_s: float | None = Field(None, gt=0, le=1e10, description="seconds until it expires; null = never")
     id: str | None = Field(None, pattern=_ID, description="replaces a token of this id; null = a new id")
 
 

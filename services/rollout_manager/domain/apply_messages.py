@@ -77,6 +77,8 @@ _ORDER: tuple[tuple[type[Message], ...], ...] = (
 )
 MAX_REASON_CHARS = 1000
 """Of why a version is refused: each sample that is dropped for it says so."""
+MAX_EVENT_BYTES = 64 << 10
+"""Of a worker's event as JSON: every client that follows the job gets it."""
 _ORDER_OF = {message: order for order, messages in enumerate(_ORDER) for message in messages}
 
 
@@ -324,6 +326,7 @@ def _on_worker_event(world: World, message: WorkerEvent) -> list[Effect]:
     if message.job_id not in world.jobs:
         raise Unprocessable(f"an event of the unknown job {message.job_id}")
     of_worker = Event(kind=message.kind, at=message.at, source=message.worker, fields=message.fields)
+    _check_shown(of_worker)
     effects: list[Effect] = [emit(message.job_id, of_worker)]
     job, worker = world.jobs.get_active(message.job_id), world.fleet.workers.get(message.worker)
     failed = (message.job_id, message.fields.get("version"))
@@ -338,6 +341,16 @@ def _on_worker_event(world: World, message: WorkerEvent) -> list[Effect]:
             job.progress.on_refused(version, worker.id, reason)
             effects.append(save_refusal(job.id, version, reason))
     return effects
+
+
+def _check_shown(of_worker: Event) -> None:
+    """Raise Unprocessable for an event that the REST API cannot show: it would end each stream of the job's events."""
+    try:
+        n_bytes = len(of_worker.model_dump_json())
+    except ValueError as error:
+        raise Unprocessable(f"an event of {of_worker.source} with other values than JSON has: {error}") from error
+    if n_bytes > MAX_EVENT_BYTES:
+        raise Unprocessable(f"an event of {of_worker.source} with {n_bytes} bytes, above {MAX_EVENT_BYTES}")
 
 
 def _on_worker_log(jobs: Jobs, message: WorkerLog) -> list[Effect]:

@@ -24,6 +24,8 @@ Number = TypeVar("Number", bound=np.generic)
 TOKEN_BYTES = I32.itemsize
 MAX_LOGPROB = 1e-3
 """A log-probability is 0 at most, but for rounding."""
+MAX_ROWS = 1 << 16
+"""Of one frame: more than fit into the largest that workers send."""
 
 
 class FrameRows(NamedTuple):
@@ -46,6 +48,10 @@ class FrameRows(NamedTuple):
     """How many bytes of routed experts each row has."""
     top_bytes: Ints
     """How many bytes of top log-probabilities each row has."""
+    routed_starts: Ints
+    """Where the row's bytes begin in its frame's `routed_experts`."""
+    top_starts: Ints
+    """Where the row's bytes begin in its frame's `top_logprobs`."""
     invalid: Ints
     """Rows with a negative token id, a log-probability not finite or above `MAX_LOGPROB`, or an unknown finish."""
 
@@ -54,7 +60,7 @@ def decode_frames(frames: Sequence[TokenFrame]) -> FrameRows:
     """Return the rows of frames.
 
     Raises:
-        Unprocessable: the columns of a frame differ in length; apply frames one by one to find which.
+        Unprocessable: a frame is too long or its columns differ in length; apply frames one by one to find which.
 
     """
     for frame in frames:
@@ -71,9 +77,11 @@ def decode_frames(frames: Sequence[TokenFrame]) -> FrameRows:
     tokens = _column(frames, "tokens", I32)
     logprobs = _column(frames, "logprobs", F32)
     finish = _column(frames, "finish", U8)
+    first_rows = last_rows - n_rows
+    routed_bytes, top_bytes = _row_bytes(frames, "routed_bytes", n_rows), _row_bytes(frames, "top_bytes", n_rows)
     return FrameRows(
         frames=frames,
-        first_rows=last_rows - n_rows,
+        first_rows=first_rows,
         samples=_column(frames, "samples", U64),
         attempts=_column(frames, "attempts", U32),
         offsets=_column(frames, "offsets", U32).astype(np.int64),
@@ -83,8 +91,10 @@ def decode_frames(frames: Sequence[TokenFrame]) -> FrameRows:
         starts=ends - counts,
         tokens=tokens,
         logprobs=logprobs,
-        routed_bytes=_row_bytes(frames, "routed_bytes", n_rows),
-        top_bytes=_row_bytes(frames, "top_bytes", n_rows),
+        routed_bytes=routed_bytes,
+        top_bytes=top_bytes,
+        routed_starts=_starts_in_frames(routed_bytes, n_rows),
+        top_starts=_starts_in_frames(top_bytes, n_rows),
         invalid=_invalid_rows(counts, tokens, logprobs, finish),
     )
 
@@ -102,7 +112,8 @@ def _invalid_rows(
 def _columns_match(frame: TokenFrame) -> bool:
     n = len(frame.finish)
     return (
-        len(frame.samples) == n * U64.itemsize
+        n <= MAX_ROWS
+        and len(frame.samples) == n * U64.itemsize
         and len(frame.attempts) == len(frame.offsets) == len(frame.counts) == len(frame.versions) == n * U32.itemsize
         and len(frame.tokens) == len(frame.logprobs)
         and len(frame.tokens) % TOKEN_BYTES == 0
@@ -121,8 +132,18 @@ def _row_bytes(frames: Sequence[TokenFrame], name: str, n_rows: Ints) -> Ints:
     return np.frombuffer(b"".join(whole), U32).astype(np.int64)
 
 
+def _starts_in_frames(row_bytes: Ints, n_rows: Ints) -> Ints:
+    """Return where each row's bytes begin in its frame's column."""
+    starts = np.concatenate(([0], row_bytes.cumsum()))
+    first_rows = n_rows.cumsum() - n_rows
+    within: Ints = starts[:-1] - np.repeat(starts[first_rows], n_rows)
+    return within
+
+
 def _mismatch(frame: TokenFrame) -> Unprocessable:
-    return Unprocessable(f"frame {frame.seq} of {frame.worker}: its columns differ in length")
+    n = len(frame.finish)
+    why = f"it has {n} rows, and frames have at most {MAX_ROWS}" if n > MAX_ROWS else "its columns differ in length"
+    return Unprocessable(f"frame {frame.seq} of {frame.worker}: {why}")
 
 
 def _column(frames: Sequence[TokenFrame], name: str, dtype: np.dtype[Number]) -> npt.NDArray[Number]:
@@ -406,15 +427,20 @@ class ExpectedRows:
 
 
 def _row(rows: FrameRows, row: int, slot: int) -> Row:
-    tokens, logprobs = _gather(rows, np.array([row]))
+    of_row = slice(int(rows.starts[row]), int(rows.starts[row] + rows.counts[row]))
+    tokens, logprobs = (memoryview(column[of_row].tobytes()) for column in (rows.tokens, rows.logprobs))
     version, offset, finish = int(rows.versions[row]), int(rows.offsets[row]), int(rows.finish[row])
     columns = _routed_experts_of(rows, row), _top_logprobs_of(rows, row)
     return Row(slot, _worker_of(rows, row), version, offset, tokens, logprobs, finish, *columns)
 
 
+def _frame_of(rows: FrameRows, row: int) -> TokenFrame:
+    return rows.frames[int(np.searchsorted(rows.first_rows, row, "right")) - 1]
+
+
 def _worker_of(rows: FrameRows, row: int) -> str:
     """Return the worker that sent a row."""
-    return rows.frames[int(np.searchsorted(rows.first_rows, row, "right")) - 1].worker
+    return _frame_of(rows, row).worker
 
 
 def _gather(rows: FrameRows, chosen: Ints) -> tuple[memoryview, memoryview]:
@@ -428,16 +454,14 @@ def _gather(rows: FrameRows, chosen: Ints) -> tuple[memoryview, memoryview]:
 
 def _routed_experts_of(rows: FrameRows, row: int) -> bytes:
     """Return the routed experts of a row, empty if it has none."""
-    number = int(np.searchsorted(rows.first_rows, row, "right")) - 1
-    start = int(rows.routed_bytes[rows.first_rows[number] : row].sum())
-    return rows.frames[number].routed_experts[start : start + int(rows.routed_bytes[row])]
+    start = int(rows.routed_starts[row])
+    return _frame_of(rows, row).routed_experts[start : start + int(rows.routed_bytes[row])]
 
 
 def _top_logprobs_of(rows: FrameRows, row: int) -> bytes:
     """Return the top log-probabilities of a row, empty if it has none."""
-    number = int(np.searchsorted(rows.first_rows, row, "right")) - 1
-    start = int(rows.top_bytes[rows.first_rows[number] : row].sum())
-    return rows.frames[number].top_logprobs[start : start + int(rows.top_bytes[row])]
+    start = int(rows.top_starts[row])
+    return _frame_of(rows, row).top_logprobs[start : start + int(rows.top_bytes[row])]
 
 
 def _with_invalid_top_logprobs(rows: FrameRows, vocab_size: Ints) -> Ints:

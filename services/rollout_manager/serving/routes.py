@@ -334,9 +334,10 @@ def _model_object(manager: Manager, job: Job, max_len: int | None) -> dict[str, 
 
 
 def _find_job(manager: Manager, model: str) -> Job:
-    """Return the running job of this id or name; of several with one name, the newest."""
-    jobs = [job.record for job in manager.world.jobs.values()]
-    found = [job for job in jobs if model in (job.id, job.spec.name)]
+    """Return the running job of this id, or else of this name; of several with one name, the newest."""
+    named = manager.world.jobs.get(model)  # a job of another id may have this one as its name
+    jobs = [named] if named else manager.world.jobs.values()
+    found = [job.record for job in jobs if model in (job.record.id, job.record.spec.name)]
     if not found:
         served = ", ".join(job.id for job in _served_jobs(manager)) or "none"
         detail = f"there is no job {model!r}; jobs whose weights are served: {served}"

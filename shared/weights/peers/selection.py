@@ -77,6 +77,8 @@ MAX_FROM_STORE = 2
 """Concurrent transfers from the store while other peers pull the same blobs: early blobs are shared early."""
 MAX_IDLE_S = 15.0
 """How long an idle puller waits for peers in back-off, and after that for blobs that other peers claimed."""
+MAX_CLAIMED_S = 120.0
+"""How long a blob is left to the peers of a site that claim it and renew their claims: more than its transfer takes."""
 UNREACHABLE_S = 30.0
 BACKOFF_BUSY_S = 0.5
 BACKOFF_FAILED_S = 2.0
@@ -137,6 +139,8 @@ class PeerSelection:
         """Peer -> time until which it is not asked. Its holdings still count: they are not fetched from the store."""
         self._claimed: dict[str, float] = {}
         """Digest -> time until which it is left to the peer that claimed it."""
+        self._refused_at: dict[str, float] = {}
+        """Digest -> when its claim was refused first."""
         self._by_rarity: deque[str] = deque()
         self._unheld: deque[str] = deque()
         self._has_peers = False
@@ -233,9 +237,9 @@ class PeerSelection:
         self._waits_for_peers |= isinstance(fetch, FromPeer)
 
     def on_claim_refused(self, fetch: FromStore, now: float, *, is_waited_for: bool = False) -> None:
-        """Record that another peer has claimed the blob; if `is_waited_for`, for as long as it renews the claim."""
+        """Record that another peer has claimed the blob; if `is_waited_for`, it is given `MAX_CLAIMED_S` for it."""
         self._end(fetch)
-        if is_waited_for:
+        if is_waited_for and now - self._refused_at.setdefault(fetch.digest, now) < MAX_CLAIMED_S:
             self._idle_since, self._waits_for_peers = math.inf, True
         self._claimed[fetch.digest] = now + CLAIM_S / 2
         self._requeue(fetch.digest)

@@ -16,7 +16,7 @@ import pytest
 
 from rlboost.tinker import server
 from rlboost.tinker.routes import DOLLARS
-from rlboost.tinker.wire import PROTOBUF, _fields
+from rlboost.tinker.wire import PROTOBUF, _encoded, _fields
 from tests.support.eventually import eventually
 from tests.support.tinker_golden import SESSION, body_of, golden
 from tests.support.tinker_site import NAME, Site
@@ -230,6 +230,47 @@ async def test_wrong_request_fails_its_result_and_later_ones_go_on(
             "/api/v1/asample", json={"sampling_session_id": own, "sampling_params": {"seed": 1}}
         )
         assert (seed.status_code, "sampling_params.seed" in seed.text) == (422, True)
+
+
+def sparse(starts: list[int], shape: list[int]) -> bytes:
+    columns = [np.asarray(starts, "<i8").tobytes(), np.asarray([0, 1], "<i8").tobytes()]
+    csr = _encoded(1, np.ones(2, "<f4").tobytes()) + _encoded(2, columns[0]) + _encoded(3, columns[1])
+    tensor = _encoded(2, csr) + _encoded(3, 1) + b"".join(_encoded(4, n) for n in shape)
+    return _encoded(2, _encoded(1, "weights") + _encoded(2, tensor))
+
+
+@pytest.mark.parametrize(
+    "datum",
+    [_encoded(1, 5), sparse([0, 1 << 60, 2], [2, 2]), sparse([0, 1, 2], [2, 1 << 60]), sparse([0, 3, 2], [2, 2])],
+    ids=["type", "start", "shape", "descending"],
+)
+async def test_batch_that_cannot_be_read_fails_the_next_step(tmp_path: Path, datum: bytes) -> None:
+    """The gradients of the batch before it are not all of the step's."""
+    async with client_of(Site(tmp_path)) as http:
+        caller = await Caller.begin(http)
+        model = await caller.model()
+        await caller.result(await caller.forward_backward(1))
+        body = _encoded(1, model) + _encoded(2, 2) + _encoded(3, datum) + _encoded(4, "cross_entropy")
+        sent = await http.post("/api/v1/forward_backward", content=body, headers={"Content-Type": PROTOBUF})
+        assert (await caller.result(sent.json())).json()["category"] == "user"
+        step = await caller.post("optim_step", model_id=model, seq_id=3, adam_params={})
+        assert "a forward_backward of this step has failed" in (await caller.result(step)).json()["error"]
+
+
+async def test_number_beyond_a_limit_is_rejected_by_name(tmp_path: Path) -> None:
+    async with client_of(Site(tmp_path)) as http:
+        caller = await Caller.begin(http)
+        model = await caller.model()
+        sampler = await caller.sampler(model, 1, 0)
+        prompt = {"chunks": [{"tokens": [5]}]}
+        body = {"sampling_session_id": sampler, "seq_id": 1, "prompt": prompt, "sampling_params": {}}
+        many = await caller.post("asample", 422, num_samples=10**12, **body)
+        assert "num_samples" in many["error"]["message"]
+        saved = await caller.post("save_weights", model_id=model, seq_id=2, path="x", ttl_seconds=10**15)
+        assert "ttl_seconds" in (await caller.result(saved)).json()["error"]
+        content = _encoded(1, 7) + _encoded(2, b"x")
+        damaged = await http.post("/api/v1/forward_backward", content=content, headers={"Content-Type": PROTOBUF})
+        assert (damaged.status_code, "no protobuf" in damaged.text) == (422, True)
 
 
 async def test_sample_that_the_fleet_drops_fails_with_the_reason(tmp_path: Path) -> None:

@@ -138,8 +138,13 @@ def test_more_samples_than_16_bits_are_distinguished() -> None:
     ids = list(ledger.samples)
     n = len(ids)
     ledger.place(Placed(worker="w0", samples=pack(ids, U64), attempts=pack([1] * n, U32), offsets=pack([0] * n, U32)))
-    twice = [frame_of([(sample, 1, offset, 1, 0, 0) for sample in ids], first_token=offset * n) for offset in range(2)]
-    ledger.extend(*twice)
+    half = n // 2  # a frame has at most `MAX_ROWS`
+    frames = [
+        frame_of([(sample, 1, offset, 1, 0, 0) for sample in ids[start : start + half]], first_token=offset * n + start)
+        for offset in range(2)
+        for start in (0, half)
+    ]
+    ledger.extend(*frames)
     assert all(s.tokens == pack([i, n + i], I32) for i, s in enumerate(ledger.samples.values()))
 
 

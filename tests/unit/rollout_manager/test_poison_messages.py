@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from rlboost.services.rollout_manager import loop, recovery
 from rlboost.services.rollout_manager.domain.apply_messages import apply_frames
 from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.frames import MAX_ROWS
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
@@ -186,6 +187,7 @@ async def survives(entries: list[tuple[str, bytes]]) -> Rig:
 @example(all_of(names.TOKEN_LOG, VALID[1][1], attempts=b"abc"))
 @example(all_of(names.TOKEN_LOG, VALID[1][1], attempts=pack([2**32 - 1], U32)))
 @example(all_of(names.rollouts_finished("j"), HEARTBEAT))
+@example(all_of(names.WORKER_HEARTBEATS, VALID[18][1], fields={"text": b"\xff"}))
 def test_no_message_stops_the_manager_or_its_recovery(entries: list[tuple[str, bytes]]) -> None:
     rig = asyncio.run(survives(entries))
     assert rig.manager.leads
@@ -342,6 +344,18 @@ async def test_valid_rows_of_a_frame_with_an_invalid_row_count() -> None:
     await rig.turn()
     samples = rig.manager.world.ledger.samples
     assert [(samples[i].n_tokens, samples[i].failed_on) for i in (SAMPLE, SAMPLE + 1)] == [(0, ["a"]), (2, [])]
+
+
+async def test_frame_with_more_rows_than_any_worker_sends_is_dead_lettered() -> None:
+    rig = Rig()
+    await rig.start("a")
+    n = MAX_ROWS + 1
+    columns = {"samples": 8, "attempts": 4, "offsets": 4, "counts": 4, "versions": 4, "finish": 1}
+    rows = {name: bytes(n * n_bytes) for name, n_bytes in columns.items()}
+    await rig.bus.append(names.TOKEN_LOG, FRAME.model_copy(update={**rows, "tokens": b"", "logprobs": b""}))
+    await rig.turn()
+    (letter,) = await dead_letters(rig)
+    assert f"it has {n} rows" in letter.reason
 
 
 async def test_job_whose_metrics_are_not_finite_can_be_read_again() -> None:

@@ -40,6 +40,9 @@ LETTER = DeadLetter(stream="s", entry_id="1-0", consumer="w-1", reason="r", body
 EVENT = WorkerEvent(worker="w-1", job_id="j", kind="weights_unavailable", at=1.0, fields={"version": 1})
 FRAME = token_frame([(SAMPLE, 1, 0, 1, 0, 0)], worker="w-1")
 JOINED = WorkerJoined(worker="w-1", role="preemptible", kind="k", slots=1, host="h", pid=1, price_per_hour=0.0, at=0.0)
+DEEP: Any = []
+for _ in range(400):
+    DEEP = [DEEP]
 
 
 def to(message: Message) -> str:
@@ -246,6 +249,45 @@ async def test_event_of_a_worker_appears_among_the_jobs_events(system: System) -
     (event,) = [event for event in events if event.kind == EVENT.kind]
     assert (event.source, event.fields) == (worker.id, {"version": 1})
     assert await system.bus.length(names.job_events("unknown")) == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kind": 'k\ndata: {}\n\nevent: job_state_changed\ndata: {"state": "failed"}'},
+        {"fields": {"text": b"\xff"}},
+        {"fields": {"at": msgpack.Timestamp(1 << 33)}},
+        {"fields": {"text": "t" * (1 << 17)}},
+        {"fields": {"deep": DEEP}},
+    ],
+    ids=["kind", "bytes", "timestamp", "large", "deep"],
+)
+async def test_event_of_a_worker_that_no_client_could_read_is_dead_lettered(
+    system: System, changed: dict[str, Any]
+) -> None:
+    """Its kind is a line of the stream that clients follow, and its fields are JSON there."""
+    worker = await system.worker()
+    body = msgpack.packb({"t": "WorkerEvent", **EVENT.model_dump(), "worker": worker.id, **changed})
+    await system.bus.append_raw(names.worker_reports(worker.id), body)
+    await system.manager.turn()
+    assert [m.stream for m in await system.messages(names.DEAD_LETTERS) if isinstance(m, DeadLetter)]
+    assert not [
+        m for m in await system.messages(names.job_events("j")) if isinstance(m, Event) and m.source != "manager"
+    ]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"at": 1e308}, {"at": -1.0}, {"price_per_hour": -1.0}, {"price_per_hour": 1e308}, {"kind": "k" * 999}]
+)
+async def test_worker_whose_numbers_no_client_could_read_does_not_join(system: System, changed: dict[str, Any]) -> None:
+    """One date that cannot be shown would fail each `GET /v1/workers`, one price the cost of every job."""
+    worker, _ = await system.manager.identities.create("w", "preemptible", system.manager.write)
+    body = msgpack.packb({"t": "WorkerJoined", **JOINED.model_dump(), "worker": worker, **changed})
+    await system.bus.append_raw(names.worker_reports(worker), body)
+    await system.manager.turn()
+    assert worker not in system.manager.world.fleet.workers
+    (letter,) = [m for m in await system.messages(names.DEAD_LETTERS) if isinstance(m, DeadLetter)]
+    assert next(iter(changed)) in letter.reason
 
 
 # --- identities -------------------------------------------------------------------------------------------------------

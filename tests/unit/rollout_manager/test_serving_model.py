@@ -11,11 +11,16 @@ from transformers import AutoTokenizer
 
 from rlboost.services.rollout_manager.adapters.text import load_model_files
 from rlboost.services.rollout_manager.ports import TokenizationError
+from rlboost.services.rollout_manager.serving.routes import _find_job
 from rlboost.services.rollout_manager.serving.text import ServedModel
+from rlboost.shared.messages import JobReport, WeightsCommitted
+from rlboost.shared.streams import names
 from rlboost.shared.wire import I32, ints, pack
+from tests.support.builders import job_created, job_spec
 from tests.support.chat_tokenizers import TEMPLATES, byte_tokenizer, llama_tokenizer
 from tests.support.manager_fakes import InlineTextProcessor
 from tests.support.model_folder import write_tokenizer
+from tests.support.serving_rig import Rig
 
 TEMPLATE = (
     "{% for m in messages %}\n"
@@ -109,3 +114,14 @@ async def test_chat_template_runs_in_a_sandbox(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
     with pytest.raises(TokenizationError, match="unsafe"):
         await load(tmp_path).encode_chat([{"role": "user", "content": "t3"}])
+
+
+async def test_job_whose_name_is_the_id_of_another_does_not_take_its_requests() -> None:
+    rig = Rig()
+    await rig.start()
+    await rig.bus.append(names.JOB_COMMANDS, job_created("k", 2, job_spec(name="j")))
+    await rig.bus.append(names.JOB_REPORTS, JobReport(job_id="k", state="running", step=0))
+    committed = WeightsCommitted(job_id="k", version=0, manifest_digest="", n_bytes=0, at=0.0)
+    await rig.bus.append(names.WEIGHTS_COMMITTED, committed)
+    await rig.turn()
+    assert [_find_job(rig.manager, model).id for model in ("j", "k")] == ["j", "k"]

@@ -134,6 +134,22 @@ async def test_body_of_exactly_the_limit_is_taken() -> None:
     assert (answer.status_code, sizes) == (200, [LIMIT_BYTES])
 
 
+async def test_half_of_a_character_is_rejected_by_name() -> None:
+    """JSON can have it, no encoding can: nothing could store it."""
+    app = create_app("texts", guard=Guard.of_token(TOKEN), not_ready_reason=lambda: None)
+    router = Guard.of_token(TOKEN).router()
+
+    @router.post("/texts")
+    async def texts(body: dict[str, int]) -> list[str]:
+        return [text.encode().hex() for text in body]
+
+    app.include_router(router)
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
+        answer = await client.post("/texts", content=b'{"\\ud800": 1}', headers=headers)
+    assert (answer.status_code, "half of a character" in answer.text) == (422, True)
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

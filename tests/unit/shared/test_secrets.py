@@ -133,6 +133,15 @@ def test_logs_have_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(line)["error"] == "header ***"
 
 
+def test_log_for_a_console_does_not_control_its_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Workers and models write reasons and names that are logged."""
+    logs.configure("test", form="console")
+    structlog.get_logger().warning("dead_lettered", reason="\x1b]0;title\x07", **{"k\x1b[2J": 1})
+    shown = capsys.readouterr().err
+    assert r"\x1b]0;title\x07" in shown
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", shown)
+
+
 def test_only_one_function_puts_a_secret_into_a_header() -> None:
     sources = [path for top in ("services", "shared", "rlboost") for path in (ROOT / top).rglob("*.py")]
     found = [path.name for path in sources if re.search(r"""f["']Bearer \{""", path.read_text(encoding="utf-8"))]

@@ -105,6 +105,13 @@ def test_a_shard_published_twice_is_an_overlap(sharding: Sharding, rng: random.R
         check_coverage([*entries, again])
 
 
+@pytest.mark.parametrize("shape", [(1 << 63, 0), (1,) * 17], ids=["extent", "dimensions"])
+def test_shape_that_no_array_has_is_rejected(shape: tuple[int, ...]) -> None:
+    """Shards are compared as arrays of 64-bit numbers."""
+    with pytest.raises(ValidationError, match="global_shape"):
+        entry("w", shape)
+
+
 @given(shardings(), st.data())
 def test_coverage_is_complete_iff_every_element_is_in_one_shard(sharding: Sharding, data: st.DataObject) -> None:
     moved = []

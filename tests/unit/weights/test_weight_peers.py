@@ -26,6 +26,7 @@ from rlboost.shared.weights.peers import directory, selection, source
 from rlboost.shared.weights.peers.directory import CLAIM_S, Peer, PeerDirectory
 from rlboost.shared.weights.peers.selection import (
     ALL,
+    MAX_CLAIMED_S,
     MAX_FROM_STORE,
     MAX_IDLE_S,
     MAX_PER_PEER,
@@ -159,6 +160,22 @@ def test_puller_idle_for_too_long_fetches_without_a_claim() -> None:
             selection.on_claim_refused(fetch, now)
         now += 0.1
     assert now == pytest.approx(2 * MAX_IDLE_S, abs=2 * CLAIM_S)
+
+
+def test_claim_of_a_site_that_never_ends_costs_minutes() -> None:
+    """A worker may write a claim without an end."""
+    selection = PeerSelection(DIGESTS[:2], seed=0)
+    now, fetched = 0.0, []
+    while not selection.is_done and now < 2 * MAX_CLAIMED_S:
+        fetch = selection.next(now)
+        if isinstance(fetch, FromStore) and fetch.claim:
+            selection.on_claim_refused(fetch, now, is_waited_for=True)
+        elif isinstance(fetch, FromStore):
+            selection.on_settled(fetch)
+            fetched.append(fetch.digest)
+        now += 0.5
+    assert sorted(fetched) == sorted(DIGESTS[:2])
+    assert now > MAX_CLAIMED_S
 
 
 class StoreWithout:
