@@ -112,6 +112,8 @@ _DESTINATIONS: dict[str, tuple[str, int | None]] = {
     DeadLetter.tag: (names.DEAD_LETTERS, MAX_DEAD_LETTERS),
 }
 """Message that a worker may send -> the stream that it belongs to, and how many entries that retains."""
+MAX_REPORT_BYTES, MAX_FRAME_BYTES = 4 << 20, 128 << 20
+"""Of other reports, and of a frame: it has all routed experts of a sample that ends."""
 
 
 def destination(worker: str, role: Role, fields: Mapping[str, Any]) -> tuple[str, int | None]:
@@ -152,7 +154,11 @@ def relay(reports: Iterable[RawEntry], owners: Mapping[str, str], roles: Mapping
         worker = owners[report.stream]
         relayed[report.stream].append(report.id)
         try:
-            stream, max_len = destination(worker, roles[worker], fields_of(report.body))
+            fields = fields_of(report.body) if report.n_bytes <= MAX_FRAME_BYTES else {}
+            if report.n_bytes > (MAX_FRAME_BYTES if fields.get("t") == TokenFrame.tag else MAX_REPORT_BYTES):
+                text = f"worker {worker} sent {report.n_bytes} bytes, more than any report has"
+                raise Unprocessable(text)  # noqa: TRY301 - as `destination` does
+            stream, max_len = destination(worker, roles[worker], fields)
         except Unprocessable as error:
             report_dead_letter(report.stream, report.id, str(error))
             ops.append(dead_letter_op(report.stream, report.id, "manager", str(error), report.body, time.time()))

@@ -94,6 +94,9 @@ def class_of(tag: str) -> type[Message]:
     return _REGISTRY[tag]
 
 
+_SMALL_BYTES = 1 << 20
+MAX_ITEMS = 1 << 20
+"""Of all lists and maps of a message of more than `_SMALL_BYTES`: one byte may become an object of 64."""
 MAX_REASON_CHARS = 1000
 """Of why bytes are no message: it is logged, and may quote them."""
 PROTOCOL = 4
@@ -122,12 +125,31 @@ def fields_of(data: bytes) -> dict[str, Any]:
 
     """
     try:
-        body = msgpack.unpackb(data, raw=False)
+        body = _unpacked(data)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise Undecodable(f"not a message: {error!r}") from error
+        # Not its repr, which may have all of the bytes.
+        raise Undecodable(f"not a message: {type(error).__name__}: {error}"[:MAX_REASON_CHARS]) from error
     if not isinstance(body, dict):
         raise Undecodable(f"not a message: it is a {type(body).__name__}")
     return body
+
+
+def _unpacked(data: bytes) -> Any:
+    """Return what is packed; what is large has few items besides bytes, which take no more memory unpacked."""
+    if len(data) <= _SMALL_BYTES:
+        return msgpack.unpackb(data, raw=False)
+    n_items = 0
+
+    def count(items: Any) -> Any:
+        nonlocal n_items
+        n_items += len(items)
+        if n_items > MAX_ITEMS:
+            raise ValueError(f"more than {MAX_ITEMS} items in {len(data)} bytes")
+        return items
+
+    return msgpack.unpackb(
+        data, raw=False, list_hook=count, object_hook=count, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS
+    )
 
 
 def decode(data: bytes) -> Message:

@@ -110,6 +110,32 @@ CONNECTION_WAIT_S = 10.0
 MAX_BLOCK_S = 2.0
 """The longest blocking read: well below the socket timeout, or a quiet stream would look like a dead server."""
 
+RAW_BYTES = 64 << 20
+"""Target size of what one read returns of raw streams, whose writers nothing else limits."""
+_READ_RAW = """
+local count, limit, size = tonumber(ARGV[1]), tonumber(ARGV[2]), 0
+for _, stream in ipairs(KEYS) do
+  size = size + (redis.call('MEMORY', 'USAGE', stream, 'SAMPLES', 0) or 0)
+end
+local found = {}
+for i, stream in ipairs(KEYS) do
+  if size <= limit then
+    found[i] = redis.call('XRANGE', stream, '-', '+', 'COUNT', count)
+  else
+    local rows, left, from = {}, limit / #KEYS, '-'
+    while #rows < count and left > 0 do
+      local row = redis.call('XRANGE', stream, from, '+', 'COUNT', 1)[1]
+      if not row then break end
+      for _, part in ipairs(row[2]) do left = left - #part - 64 end
+      rows[#rows + 1], from = row, '(' .. row[1]
+    end
+    found[i] = rows
+  end
+end
+return found
+"""
+"""Read the oldest entries of streams: of large ones, at least one each and about `limit` bytes in all."""
+
 T = TypeVar("T")
 
 
@@ -249,26 +275,42 @@ class RedisBus:
     async def read_with_raw(
         self, cursors: Mapping[str, str], raw_streams: Collection[str], *, count: int = 512, block_s: float = 0.0
     ) -> tuple[list[Entry], list[RawEntry]]:
-        block_ms = _block_ms(block_s)
+        streams, block_ms = list(raw_streams), _block_ms(block_s)
         while True:
-            positions: Any = {**dict.fromkeys(raw_streams, START), **cursors}
+            waits_s = None if streams else block_ms
             try:
-                reply = list(_streams(await self._call(self._redis.xread(positions, count=count, block=block_ms))))
+                reply, raw = await self._call(self._read_both(cursors, streams, count, waits_s))
+                if streams and block_ms and not reply and not raw:
+                    # Only waits: a blocking read returns as many entries as there are, of any size.
+                    positions: Any = {**dict.fromkeys(streams, START), **cursors}
+                    await self._call(self._redis.xread(positions, count=1, block=block_ms))
+                    reply, raw = await self._call(self._read_both(cursors, streams, count, None))
             except WrongType:
-                if not await self._remove_wrong_types(positions):
+                if not await self._remove_wrong_types([*streams, *cursors]):
                     raise
                 continue
-            raw = [
-                RawEntry(stream, as_text(raw_id), fields.get(_FIELD, b""))
-                for stream, rows in reply
-                if stream not in cursors
-                for raw_id, fields in rows
-            ]
-            decodable = [(stream, rows) for stream, rows in reply if stream in cursors]
-            if (entries := await self._entries(decodable)) or raw or not reply:
+            if (entries := await self._entries(reply)) or raw or not reply:
                 return entries, raw
             # No entry of this batch decoded; the streams may have more after them.
             cursors = {**cursors, **{stream: as_text(rows[-1][0]) for stream, rows in reply}}
+
+    async def _read_both(
+        self, cursors: Mapping[str, str], raw_streams: Sequence[str], count: int, block_ms: int | None
+    ) -> tuple[list[tuple[str, Any]], list[RawEntry]]:
+        positions = cast("Any", dict(cursors))
+        if not raw_streams:
+            return list(_streams(await self._redis.xread(positions, count=count, block=block_ms))), []
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.eval(_READ_RAW, len(raw_streams), *raw_streams, count, RAW_BYTES)
+        if cursors:
+            pipe.xread(positions, count=count)
+        found, *read = await pipe.execute()
+        raw = [
+            RawEntry(stream, as_text(raw_id), dict(zip(fields[::2], fields[1::2], strict=True)).get(_FIELD, b""))
+            for stream, rows in zip(raw_streams, found, strict=True)
+            for raw_id, fields in rows
+        ]
+        return [row for reply in read for row in _streams(reply)], raw
 
     async def consume(
         self, stream: str, group: str, consumer: str, *, count: int = 64, block_s: float = 0.0

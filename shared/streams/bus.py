@@ -315,6 +315,8 @@ class Bus(Protocol):
 
 MAX_DEAD_LETTERS = 10_000
 """The newest that are retained."""
+MAX_LETTER_BYTES = 1 << 20
+"""What a dead letter retains of an entry."""
 _COUNT = Counter("rlboost_dead_letters", "Entries of streams that this process could not use")
 
 
@@ -334,10 +336,11 @@ def dead_letter_op(
         entry_id: the entry's id there.
         consumer: the service that cannot use it.
         reason: why it cannot.
-        body: the entry's bytes.
+        body: the entry's bytes, of which the first `MAX_LETTER_BYTES` are stored.
         at: the time, in Unix seconds.
         to: the stream of dead letters, or one from which they are relayed to it.
 
     """
+    body = body[:MAX_LETTER_BYTES]
     letter = DeadLetter(stream=stream, entry_id=entry_id, consumer=consumer, reason=reason, body=body, at=at)
     return Append(to, letter, MAX_DEAD_LETTERS if to == names.DEAD_LETTERS else None)

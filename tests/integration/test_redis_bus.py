@@ -15,7 +15,7 @@ from rlboost.shared.redis import bus as redis_bus
 from rlboost.shared.redis.bus import MAX_BLOCK_S, MAX_CONNECTIONS, RedisBus
 from rlboost.shared.redis.durability import Durability, durability, refusal
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, Append, Fence, HashSet, Op, WrongType
+from rlboost.shared.streams.bus import START, Append, AppendRaw, Fence, HashSet, Op, Remove, WrongType
 from rlboost.shared.weights.peers.directory import list_peers
 from tests.support.eventually import eventually
 
@@ -98,6 +98,25 @@ async def test_wrong_type_of_a_worker_key_costs_that_worker_only(redis_url: str,
             await bus.read({"mine": START})
         with pytest.raises(WrongType):
             await bus.transact([Append("mine", Drain(reason="x"))])
+    finally:
+        await bus.close()
+
+
+async def test_read_of_large_raw_entries_is_bounded(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may write entries of any size, many in one transaction, small ones first; others lose nothing."""
+    monkeypatch.setattr(redis_bus, "RAW_BYTES", 1 << 20)
+    bus = RedisBus(redis_url)
+    try:
+        bodies = [*[b"small"] * 200, *[bytes(1 << 18)] * 16]
+        await bus.transact([AppendRaw("bad", body, None) for body in bodies])
+        await bus.transact([AppendRaw("good", b"fine", None)] * 3)
+        read, n_good = list[bytes](), 0
+        while raw := (await bus.read_with_raw({}, ["bad", "good"], count=1024))[1]:
+            assert sum(entry.n_bytes for entry in raw) <= (1 << 20)
+            read += [entry.body for entry in raw if entry.stream == "bad"]
+            n_good += len([entry for entry in raw if entry.stream == "good"])
+            await bus.transact([Remove(entry.stream, (entry.id,)) for entry in raw])
+        assert (read, n_good) == (bodies, 3)
     finally:
         await bus.close()
 

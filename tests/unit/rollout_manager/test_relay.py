@@ -12,7 +12,7 @@ from rlboost.services.rollout_manager.access import IdentityRecord, WorkerIdenti
 from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.domain.workers import ABSENT_RETENTION_S, LEFT_RETENTION_S
 from rlboost.services.rollout_manager.leadership import manager_record
-from rlboost.services.rollout_manager.loop import BATCH, MIN_BATCH, Manager, destination
+from rlboost.services.rollout_manager.loop import BATCH, MAX_REPORT_BYTES, MIN_BATCH, Manager, destination, relay
 from rlboost.shared.errors import BusUnavailable, Fenced, Unprocessable
 from rlboost.shared.messages import (
     Admitted,
@@ -28,7 +28,7 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.messages.codec import encode, fields_of
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Entry, Fence, HashSet, Op, RawEntry
+from rlboost.shared.streams.bus import MAX_LETTER_BYTES, Append, AppendRaw, Entry, Fence, HashSet, Op, RawEntry
 from tests.support.builders import group_id, group_requested, job_created, job_running, placed, token_frame
 from tests.support.manager_fakes import FakeWorkerUsers
 from tests.support.memory_bus import MemoryBus
@@ -230,6 +230,19 @@ async def test_invalid_report_is_dead_lettered_and_stops_nothing(system: System,
     assert [(m.stream, m.body) for m in letters] == [(stream, body), (stream, encode(FRAME))]
     frames = [m for m in await system.messages(names.TOKEN_LOG) if isinstance(m, TokenFrame)]
     assert [frame.worker for frame in frames] == [worker.id]
+
+
+@pytest.mark.parametrize(("tag", "is_relayed"), [("TokenFrame", True), ("WorkerHeartbeat", False)])
+def test_only_frames_may_be_large(tag: str, is_relayed: bool) -> None:
+    body = msgpack.packb({"t": tag, "worker": "w-1", "more": bytes(MAX_REPORT_BYTES)})
+    append, _ = relay([RawEntry("s", "1-0", body)], {"s": "w-1"}, {"w-1": "preemptible"})
+    if is_relayed:
+        assert append == AppendRaw(names.TOKEN_LOG, body)
+    else:
+        assert isinstance(append, Append)
+        assert isinstance(append.message, DeadLetter)
+        assert append.message.body == body[:MAX_LETTER_BYTES]
+        assert "more than any report has" in append.message.reason
 
 
 async def test_relayed_frames_keep_the_bytes_of_the_worker(system: System) -> None:

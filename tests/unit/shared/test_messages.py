@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from rlboost.shared.errors import Undecodable
 from rlboost.shared.ids import SampleId, group_of, job_of
 from rlboost.shared.messages import Message, TokenFrame, registered
-from rlboost.shared.messages.codec import decode, encode
+from rlboost.shared.messages.codec import MAX_ITEMS, decode, encode
 from rlboost.shared.wire import F32, I32, floats, ints, pack
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -91,6 +91,19 @@ def test_a_message_without_a_required_field_does_not_decode(tag: str) -> None:
 def test_no_bytes_make_decoding_fail_in_another_way(data: bytes) -> None:
     with contextlib.suppress(Undecodable):
         decode(data)
+
+
+def test_large_message_of_many_items_is_refused_before_it_is_unpacked() -> None:
+    """One byte would become an object of 56 bytes."""
+    fields = msgpack.unpackb(encode(build(TokenFrame)))
+    for many in (b"\xdd" + (MAX_ITEMS + 1).to_bytes(4, "big") + b"\x90" * (MAX_ITEMS + 1), b"\xff" * MAX_ITEMS * 2):
+        with pytest.raises(Undecodable) as error:
+            decode(msgpack.packb({**fields, "more": 0})[:-1] + many)
+        assert len(str(error.value)) < 1000
+    nested = [[0] * 1000] * 1000 + [[0] * 1000] * 100
+    with pytest.raises(Undecodable, match="more than 1048576 items"):
+        decode(msgpack.packb({**fields, "more": nested}))
+    assert decode(msgpack.packb({**fields, "more": bytes(2 * MAX_ITEMS)})) == build(TokenFrame)
 
 
 def test_a_wrong_type_is_refused_and_named() -> None:
