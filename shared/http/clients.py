@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,9 @@ import httpx
 
 from rlboost.shared.proxies import Proxy, Route, UnusableProxy
 from rlboost.shared.tls import client_verification
+
+MAX_ANSWER_BYTES = 64 << 20
+"""Of a server that the job file or user code names."""
 
 
 def http_client(route: Route, *, transport: httpx.BaseTransport | None = None, **options: Any) -> httpx.Client:
@@ -23,6 +26,54 @@ def http_client(route: Route, *, transport: httpx.BaseTransport | None = None, *
 def async_http_client(route: Route, **options: Any) -> httpx.AsyncClient:
     """Return a client as `http_client` does."""
     return httpx.AsyncClient(trust_env=False, transport=_AsyncRouted(route), **options)
+
+
+IDENTITY = {"accept-encoding": "identity"}
+"""Headers of requests whose answers are limited: a few compressed bytes may become gigabytes."""
+
+
+def limit_answer(answer: httpx.Response) -> None:
+    """Have reading an answer fail beyond `MAX_ANSWER_BYTES`; a hook of clients.
+
+    Raises:
+        httpx.DecodingError: the answer is compressed.
+
+    """
+    if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
+        raise httpx.DecodingError(
+            f"the answer is compressed ({encoding}), which was not asked for", request=answer.request
+        )
+    answer.stream = _Limited(answer)
+
+
+async def limit_async_answer(answer: httpx.Response) -> None:
+    """Do what `limit_answer` does."""
+    limit_answer(answer)
+
+
+class _Limited(httpx.SyncByteStream, httpx.AsyncByteStream):
+    def __init__(self, answer: httpx.Response) -> None:
+        self._stream: Any = answer.stream
+        self._request, self._left = answer.request, MAX_ANSWER_BYTES
+
+    def __iter__(self) -> Iterator[bytes]:
+        return map(self._counted, self._stream)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for block in self._stream:
+            yield self._counted(block)
+
+    def _counted(self, block: bytes) -> bytes:
+        self._left -= len(block)
+        if self._left < 0:
+            raise httpx.DecodingError(f"the answer has more than {MAX_ANSWER_BYTES} bytes", request=self._request)
+        return block
+
+    def close(self) -> None:
+        self._stream.close()
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
 
 
 class _Routed(httpx.BaseTransport):

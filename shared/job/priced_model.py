@@ -267,8 +267,9 @@ class PricedModel:
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = await retry_while(httpx.TransportError, post)
-        except TimeoutError as error:
-            raise ToolUnavailable(f"{url} gave no answer within timeout_s, {self.timeout_s:g} s") from error
+        except (TimeoutError, httpx.DecodingError) as error:
+            late = f"gave no answer within timeout_s, {self.timeout_s:g} s"
+            raise ToolUnavailable(f"{url} {late if isinstance(error, TimeoutError) else f'failed: {error}'}") from error
         if answer.status_code in _REFUSED:
             raise ValueError(f"{self.model} refused the question: {_shown(answer)}")
         if answer.status_code in _DENIED:
@@ -293,10 +294,12 @@ _CLIENTS: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = Weak
 def _client() -> httpx.AsyncClient:
     loop = asyncio.get_running_loop()
     if loop not in _CLIENTS:
-        from rlboost.shared.http.clients import async_http_client  # noqa: PLC0415 - as above
+        from rlboost.shared.http.clients import IDENTITY, async_http_client, limit_async_answer  # noqa: PLC0415 - as above
         from rlboost.shared.proxies import external  # noqa: PLC0415 - as above
 
-        _CLIENTS[loop] = async_http_client(external, timeout=None)
+        _CLIENTS[loop] = async_http_client(
+            external, timeout=None, headers=IDENTITY, event_hooks={"response": [limit_async_answer]}
+        )
     return _CLIENTS[loop]
 
 

@@ -203,11 +203,12 @@ def remote(part: Mapping[str, Any]) -> Caller:
     and a connection to a cloud's metadata service used.
     Retried with exponential backoff: connections that fail or break, and status 429, 502, 503 and 504.
     """
-    from rlboost.shared.http.clients import http_client  # noqa: PLC0415 - most rewards need no HTTP client
+    from rlboost.shared.http.clients import IDENTITY, http_client, limit_answer  # noqa: PLC0415 - most rewards need no HTTP client
     from rlboost.shared.proxies import external  # noqa: PLC0415 - most rewards need no HTTP client
 
     token = os.environ.get(REWARD_TOKEN) if part["gets_token"] else None
-    client = http_client(external, headers={"authorization": bearer(REWARD_TOKEN, token)} if token else {})
+    headers = {"authorization": bearer(REWARD_TOKEN, token)} if token else {}
+    client = http_client(external, headers={**headers, **IDENTITY}, event_hooks={"response": [limit_answer]})
     traced = {} if part["gets_token"] else {"trace": partial(_check_connection, part["url"])}
     post = partial(client.post, part["url"], extensions=traced)
     return Caller(part["name"], part["url"], lambda request: _ask(post, part["url"], request, part["timeout_s"]))
@@ -241,6 +242,8 @@ def _ask(post: Any, url: str, request: Mapping[str, Any], timeout_s: float) -> l
             answer = post(content=body, headers={"content-type": "application/json"}, timeout=max(left_s, 1e-3))
         except httpx.TransportError as error:
             wrong = f"{type(error).__name__}: {error}"
+        except httpx.DecodingError as error:
+            raise RemoteFailed(f"{url}: {error}") from error
         else:
             if answer.status_code not in _BUSY:
                 return _rewards(url, answer)

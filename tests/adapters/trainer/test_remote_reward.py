@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_network
 from threading import Thread
@@ -16,6 +17,7 @@ from rlboost.services.trainer.adapters.reward_pool import RewardPool
 from rlboost.services.trainer.children import reward
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared import proxies
+from rlboost.shared.http.clients import MAX_ANSWER_BYTES
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.proxies import is_metadata
@@ -30,7 +32,7 @@ class Service:
         self.answers: list[tuple[int, bytes]] = []
         self.asked: list[dict[str, Any]] = []
         self.tokens: list[str | None] = []
-        self.location = ""
+        self.location = self.encoding = ""
         service = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -41,10 +43,13 @@ class Service:
                 status, answer = service.answers.pop(0) if len(service.answers) > 1 else service.answers[0]
                 self.send_response(status)
                 self.send_header("content-length", str(len(answer)))
+                if service.encoding:
+                    self.send_header("content-encoding", service.encoding)
                 if service.location:
                     self.send_header("location", service.location)
                 self.end_headers()
-                self.wfile.write(answer)
+                with suppress(OSError):  # the client may have had enough
+                    self.wfile.write(answer)
 
             def log_message(self, *_: Any) -> None:
                 """Say nothing."""
@@ -196,6 +201,16 @@ async def test_failed_remote_reward_gives_the_reason(
     scores = await pool.score(BATCH)
     assert (scores.rewards, scores.reason) == (None, reason)
     assert detail in scores.detail
+
+
+@pytest.mark.parametrize("encoding", ["", "gzip"])
+async def test_answer_that_would_fill_the_memory_fails(service: Service, start: Start, encoding: str) -> None:
+    text = b'{"rewards": [1, 0], "more": "%s"}' % bytes(MAX_ANSWER_BYTES)
+    service.encoding, service.answers = encoding, [(200, gzip.compress(text, 1) if encoding else text)]
+    scores = await (await start(url=service.url, timeout_s=20)).score(BATCH)
+    assert (scores.rewards, scores.reason) == (None, "raised")
+    assert ("compressed (gzip)" if encoding else f"more than {MAX_ANSWER_BYTES} bytes") in scores.detail
+    assert len(service.asked) == 1
 
 
 async def test_a_service_that_is_not_there_is_a_reason(start: Start) -> None:

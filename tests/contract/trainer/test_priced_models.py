@@ -21,6 +21,7 @@ from rlboost.services.trainer.job.job import Job, RetryingBus
 from rlboost.services.trainer.ports.samples import EnvironmentFault
 from rlboost.services.trainer.step.durable import DurablePaidCalls
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.http import clients
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.priced_model import Ledger, Paid, PaidCall
 from rlboost.shared.job.reward import AgentSpec, EnvironmentSpec
@@ -276,6 +277,14 @@ async def test_answer_with_unusable_usage_counts_as_the_most_that_it_may_cost(
     with pytest.raises(ToolUnavailable, match="without usage"):
         await model("1+2")
     with pytest.raises(BudgetSpent, match=r"is spent: 0\.03"):
+        await model("1+2")
+
+
+async def test_answer_that_would_fill_the_memory_fails(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "MAX_ANSWER_BYTES", 100)
+    monkeypatch.setattr(models, "answer", lambda _: (200, {"more": "x" * 100}))
+    model = PricedModel(url=models.url, model="large", input_price=10, output_price=30, budget=1)
+    with pytest.raises(ToolUnavailable, match="more than 100 bytes"):
         await model("1+2")
 
 
