@@ -124,7 +124,7 @@ def fields_of(data: bytes) -> dict[str, Any]:
     try:
         body = msgpack.unpackb(data, raw=False)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise Undecodable(f"not a message: {error!r}") from error
+        raise Undecodable(f"not a message: {error!r}"[:MAX_REASON_CHARS]) from None  # the error has the bytes, too
     if not isinstance(body, dict):
         raise Undecodable(f"not a message: it is a {type(body).__name__}")
     return body
