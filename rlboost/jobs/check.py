@@ -454,7 +454,7 @@ def _nucleus_advice(spec: JobSpec) -> str:
 
 
 def _notices(spec: JobSpec) -> list[str]:
-    """Name what is taken for an id of Hugging Face: what a mistyped folder may be, too, and what is not read here."""
+    """Return a line for each model and source that is taken for an id of Hugging Face, which may be a typing error."""
     models = [("model", spec.model), *((REWARD_MODEL, part.model) for part in spec.reward_parts if part.model)]
     if spec.held_teacher:
         models.append((TEACHER, spec.held_teacher))
