@@ -45,8 +45,8 @@ Version = Annotated[int, Field(ge=-1, lt=(1 << 32) - 1)]
 Role = Literal["reserved", "preemptible"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MAX_SECONDS = 1e11
-"""Of a duration or a Unix time: any below it is a date that can be shown, and sums of them are finite."""
-Seconds = Annotated[float, Field(ge=0, lt=MAX_SECONDS, allow_inf_nan=False)]
+"""Of a duration or a Unix time: any up to it is a date that can be shown, and sums of them are finite."""
+Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 UnixTime = Seconds
 HourlyPrice = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 """Dollars."""
