@@ -84,7 +84,7 @@ _REMEDIES = {
     "MISCONF": "free space on its disk",
     "NOREPLICAS": "start its replicas",
 }
-_BEFORE_REPLY = re.compile(r""".*(caused error: \(['"]|@user_script: ?\d+: -)""", re.DOTALL)
+_BEFORE_REPLY = re.compile(r""".*(caused error: \(['"]|@user_script: ?\d+: -?)""", re.DOTALL)
 """What precedes the reply to a command in a transaction (redis-py) or in a script (before Redis 7)."""
 
 
