@@ -454,7 +454,7 @@ def _nucleus_advice(spec: JobSpec) -> str:
 
 
 def _notices(spec: JobSpec) -> list[str]:
-    """Name what is taken for an id of Hugging Face: what a mistyped folder may be, too, and what is not read here."""
+    """Return a line for each model and source that is taken for an id of Hugging Face, which may be a typing error."""
     models = [("model", spec.model), *((REWARD_MODEL, part.model) for part in spec.reward_parts if part.model)]
     if spec.held_teacher:
         models.append((TEACHER, spec.held_teacher))
@@ -543,7 +543,8 @@ def _data(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
 def _rows(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
     chat, n_rows = "", 0
     folder = Path(spec.model).expanduser()
-    sees_images = (folder / "config.json").is_file() and vision_of(read_config(folder)) is not None
+    # A model that is not here may see images: the trainer refuses those of a text model.
+    sees_images = not (folder / "config.json").is_file() or vision_of(read_config(folder)) is not None
     for n_rows, row in enumerate(read_rows(rows.source, rows.split, rows.subset, agent_rows(spec)), 1):
         if n_rows <= _MAX_REWARD_ROWS:
             seen.rows.append(row)

@@ -271,10 +271,9 @@ def state_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
 
     Per parameter: 16 bytes in float32 (weights 4, AdamW's moments 8, gradients 4), with Muon 12; 18 with megatron in
     bfloat16 (a float32 master copy); 4 or 2 if frozen, of a teacher too, 4 in a frozen vision tower; 16 of an adapter
-    or a critic. FSDP2
-    divides them by `fsdp_size`, by default `data_parallel` x `context_parallel`; megatron by `tensor_parallel` x
-    `pipeline_parallel`, those of experts also by `expert_parallel`; moments and master copies by `data_parallel` x
-    `context_parallel` with `distributed_optimizer`, of experts too.
+    or a critic. FSDP2 divides them by `fsdp_size`, by default `data_parallel` x `context_parallel`; megatron by
+    `tensor_parallel` x `pipeline_parallel`, those of experts also by `expert_parallel`; moments and master copies by
+    `data_parallel` x `context_parallel` with `distributed_optimizer`, of experts too.
     Reward models are whole on the first GPU, 4 or 2 bytes per parameter, also while engines generate.
     """
     n_split = spec.n_shards if spec.backend == "torch" else spec.tensor_parallel * spec.pipeline_parallel

@@ -11,6 +11,7 @@ from pydantic_settings import SettingsConfigDict
 
 from rlboost.shared.http.server_url import manager_url
 from rlboost.shared.messages import Role
+from rlboost.shared.messages.codec import HourlyPrice
 from rlboost.shared.process.modules import EngineName
 from rlboost.shared.settings import ServiceSettings
 
@@ -36,10 +37,8 @@ class Settings(ServiceSettings):
     kind: str = Field(
         "", description="kind of machine, for prices and throughput profiles; if empty, engine and device"
     )
-    price_per_hour: float = Field(
+    price_per_hour: HourlyPrice = Field(
         0.0,
-        ge=0,
-        le=1e6,
         description="dollars per hour of this worker: the price of its machine divided by the machine's workers",
     )
 

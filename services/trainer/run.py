@@ -60,6 +60,8 @@ from rlboost.shared.wire import ints
 
 log = structlog.get_logger(__name__)
 
+# --- Traces of steps --------------------------------------------------------------------------------------------------
+
 
 class Profiling:
     """The profiles of one job."""
@@ -96,6 +98,9 @@ class Profiling:
         job, self._n_left = self._job, 0
         await job.warn(*await job.device.run(job.resources.engine.stop_profile))
         await job.emit_event("profile_written", step=step, path=str(self._folder))
+
+
+# --- The job ----------------------------------------------------------------------------------------------------------
 
 
 BUILD_LIMIT_S = 4 * 3600.0

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from rlboost.shared.http.server_url import origin_of
+from rlboost.shared.messages.codec import HourlyPrice
 from rlboost.shared.settings import ServiceSettings
 
 
@@ -50,11 +51,8 @@ class Settings(ServiceSettings):
         description="exit if one computation takes longer than this while a job of another trainer waits for the "
         "shared device",
     )
-    price_per_hour: float = Field(
+    price_per_hour: HourlyPrice = Field(
         0.0,
-        ge=0,
-        le=1e6,
-        allow_inf_nan=False,
         description="dollars per hour of the trainer's machines, beyond what the prices of its reserved workers cover",
     )
     cpus: str = Field("", description="CPUs to use, such as 0-15,32-47; if empty, all")

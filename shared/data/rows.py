@@ -142,7 +142,7 @@ def is_remote(name: str) -> bool:
 
 
 def may_have_splits(source: Source, *, subsets: bool = False) -> bool:
-    """Return True unless no name of a source can have splits, or with `subsets` configurations, as files have none."""
+    """Return True if a name of a source may have splits, or with `subsets` configurations: files have neither."""
     return any(_may_have_splits(name, subsets) for name in names_of(source))
 
 

@@ -45,8 +45,8 @@ Version = Annotated[int, Field(ge=-1, lt=(1 << 32) - 1)]
 Role = Literal["reserved", "preemptible"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MAX_SECONDS = 1e11
-"""Of a duration or a Unix time: any below it is a date that can be shown, and sums of them are finite."""
-Seconds = Annotated[float, Field(ge=0, lt=MAX_SECONDS, allow_inf_nan=False)]
+"""Of a duration or a Unix time: any up to it is a date that can be shown, and sums of them are finite."""
+Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 UnixTime = Seconds
 HourlyPrice = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 """Dollars."""
@@ -124,7 +124,7 @@ def fields_of(data: bytes) -> dict[str, Any]:
     try:
         body = msgpack.unpackb(data, raw=False)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise Undecodable(f"not a message: {error!r}") from error
+        raise Undecodable(f"not a message: {error!r}"[:MAX_REASON_CHARS]) from None  # the error has the bytes, too
     if not isinstance(body, dict):
         raise Undecodable(f"not a message: it is a {type(body).__name__}")
     return body

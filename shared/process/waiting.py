@@ -17,6 +17,7 @@ from prometheus_client import Counter
 
 from rlboost.shared.errors import WaitTimedOut
 from rlboost.shared.messages import Wait, WaitKind
+from rlboost.shared.messages.codec import MAX_SECONDS
 
 log = structlog.get_logger(__name__)
 
@@ -123,7 +124,8 @@ class Waits:
 
         """
         number = next(self._numbers)
-        wait = Wait(subject=subject, because=because, since=time.time(), limit_s=limit_s, kind=kind)
+        listed_s = min(limit_s, MAX_SECONDS)  # a job file may have any limit
+        wait = Wait(subject=subject, because=because, since=time.time(), limit_s=listed_s, kind=kind)
         outer, last_error = _last_error.get(), _LastError()
         self._active[number] = (wait, progress, last_error)
         _last_error.set(last_error)

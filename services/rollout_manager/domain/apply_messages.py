@@ -346,7 +346,7 @@ def _on_worker_event(world: World, message: WorkerEvent) -> list[Effect]:
 def _check_shown(of_worker: Event) -> None:
     """Raise Unprocessable for an event that the REST API cannot show: it would end each stream of the job's events."""
     try:
-        n_bytes = len(of_worker.model_dump_json())
+        n_bytes = len(of_worker.model_dump_json().encode())
     except ValueError as error:
         raise Unprocessable(f"an event of {of_worker.source} with other values than JSON has: {error}") from error
     if n_bytes > MAX_EVENT_BYTES:

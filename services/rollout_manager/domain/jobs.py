@@ -18,6 +18,7 @@ from rlboost.shared.job.base import ServedJob, UntrainedJob
 from rlboost.shared.job.fleet import HOUR_S
 from rlboost.shared.job.spec import StoredJob, parse
 from rlboost.shared.messages import ENDED, Event, GroupRequested, JobState, TrainerStatus
+from rlboost.shared.messages.codec import MAX_SECONDS
 
 # --- cost -------------------------------------------------------------------------------------------------------------
 #
@@ -218,8 +219,6 @@ class Job:
         }
 
 
-_MAX_UNIX_S = 1e11
-"""Larger numbers are not taken for Unix seconds."""
 _UNREADABLE = "(unreadable)"
 
 
@@ -240,11 +239,11 @@ def readable_part(job_id: str, text: str, now: float) -> Job:
         "steps": steps,
     }
     job = Job(job_id, int(_number(record.get("no"), MAX_JOBS)), parse(spec), created_at=now, state="running")
-    job.created_at = _number(record.get("created_at"), _MAX_UNIX_S) or now
-    job.started_at = _number(record.get("started_at"), _MAX_UNIX_S) or None
+    job.created_at = _number(record.get("created_at"), MAX_SECONDS) or now
+    job.started_at = _number(record.get("started_at"), MAX_SECONDS) or None
     job.step = min(steps, int(_number(record.get("step"), MAX_STEPS)))
     if ended := next((state for state in ENDED if state == record.get("state")), None):
-        job.state, job.finished_at = ended, _number(record.get("finished_at"), _MAX_UNIX_S) or now
+        job.state, job.finished_at = ended, _number(record.get("finished_at"), MAX_SECONDS) or now
     return job
 
 

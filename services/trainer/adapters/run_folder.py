@@ -264,8 +264,8 @@ class RunRecord:
 
     def end(self, weights: str) -> None:
         """Record that the job is done, once its final model is written, with the digest of its last weights."""
-        files = (file for name in FINAL_FOLDERS for file in (self._folder / name).rglob("*") if file.is_file())
-        digests = {str(file.relative_to(self._folder)): digest_of_file(file) for file in files}
+        written = (file for name in FINAL_FOLDERS for file in (self._folder / name).rglob("*") if file.is_file())
+        digests = {str(file.relative_to(self._folder)): digest_of_file(file) for file in written}
         self._append({"kind": "end", "weights": weights, "files": digests})
 
     def _append(self, fields: dict[str, Any]) -> None:

@@ -43,7 +43,8 @@ def check(**changes: Any) -> list[str]:
         "reward": {"functions": [{"function": "my_reward:score"}, {"function": "my_reward:compute_score"}]},
         "steps": 1,
     }
-    Path("job.yaml").write_text(yaml.safe_dump({**job, **changes}))
+    job = {name: value for name, value in {**job, **changes}.items() if value is not None}
+    Path("job.yaml").write_text(yaml.safe_dump(job))
     return jobcheck.check(Path("job.yaml"), []).problems
 
 
@@ -56,6 +57,20 @@ def test_chat_messages_need_a_model_with_a_chat_template(folder: Path) -> None:
     (folder / "base/tokenizer_config.json").write_text("{}")
     (folder / "base/chat_template.jinja").write_text("{{ messages }}")
     assert check(reward={"function": "my_reward:score"}) == []
+
+
+@pytest.mark.parametrize("changes", [{"reward": {"function": "my_reward:score"}}, {"kind": "sft", "reward": None}])
+def test_images_are_checked_for_a_model_that_is_not_here(folder: Path, changes: dict[str, Any]) -> None:
+    """The model of the documented job is an id, whose `config.json` the check does not have."""
+    shows = '{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which?"}]}'
+    row = f'{{"prompt": [{shows}], "images": ["a.png"], "completion": "red"}}'
+    (folder / "train.jsonl").write_text(row)
+    assert check(model="Qwen/Qwen3-VL-2B-Instruct", **changes) == []
+    (folder / "train.jsonl").write_text(row.replace('["a.png"]', '["a.png", "b.png"]'))
+    [problem] = check(model="Qwen/Qwen3-VL-2B-Instruct", **changes)
+    assert "the row has 2 images, and its messages show 1" in problem
+    [problem] = check(**changes)  # a text model
+    assert "the column 'images' is not shown to the model" in problem
 
 
 def test_quantized_model_is_refused_with_what_to_do(folder: Path) -> None:

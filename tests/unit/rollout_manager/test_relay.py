@@ -258,9 +258,10 @@ async def test_event_of_a_worker_appears_among_the_jobs_events(system: System) -
         {"fields": {"text": b"\xff"}},
         {"fields": {"at": msgpack.Timestamp(1 << 33)}},
         {"fields": {"text": "t" * (1 << 17)}},
+        {"fields": {"text": "é" * 40_000}},
         {"fields": {"deep": DEEP}},
     ],
-    ids=["kind", "bytes", "timestamp", "large", "deep"],
+    ids=["kind", "bytes", "timestamp", "large", "large in bytes", "deep"],
 )
 async def test_event_of_a_worker_that_no_client_could_read_is_dead_lettered(
     system: System, changed: dict[str, Any]

@@ -93,6 +93,16 @@ def test_no_bytes_make_decoding_fail_in_another_way(data: bytes) -> None:
         decode(data)
 
 
+def test_reason_why_bytes_are_no_message_is_short() -> None:
+    """The manager logs it, and errors of msgpack quote what they have read."""
+    large = {"t": "Nothing", "text": "z" * 100_000}
+    for data in (msgpack.packb(large) + b"\x01", msgpack.packb({**large, "t": "z" * 100_000})):
+        with pytest.raises(Undecodable) as raised:
+            decode(data)
+        assert len(str(raised.value)) <= 1000
+        assert raised.value.__suppress_context__ or raised.value.__context__ is None
+
+
 def test_a_wrong_type_is_refused_and_named() -> None:
     body = msgpack.unpackb(encode(build(TokenFrame)))
     with pytest.raises(Undecodable, match="seq"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 
 from rlboost.shared.errors import BusUnavailable, NotFound, StoreUnavailable, WaitTimedOut
+from rlboost.shared.messages.codec import MAX_SECONDS
 from rlboost.shared.process.waiting import Waits, for_each, retry_while
 
 
@@ -82,3 +84,12 @@ async def test_wait_that_times_out_names_the_last_error() -> None:
         async with waits.on("Redis", because="a write", limit_s=0.1):
             await retry_while(BusUnavailable, always_down, first_s=0.01, longest_s=0.01, jitter_s=0.0)
     assert waits.take_timed_out()[0].because == "a write; the last try failed: disk full"
+
+
+@pytest.mark.parametrize("limit_s", [1e12, math.inf])
+async def test_wait_may_have_any_limit(limit_s: float) -> None:
+    """As `reward.timeout_s` of a job file times its groups; messages have shorter ones."""
+    waits = Waits()
+    async with waits.on("the rewards", because="they are slow", limit_s=limit_s):
+        await asyncio.sleep(0)
+        assert waits.current()[0].limit_s == MAX_SECONDS
