@@ -15,7 +15,7 @@ from rlboost.shared.validation import Section, describe, read_yaml
 _HOW_TO_WRITE = "write it as 'rlboost prices' does, such as 'workers: {h100: 2.5}'"
 
 
-_Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Dollars = Annotated[float, Field(ge=0)]
 
 
 class Prices(Section):

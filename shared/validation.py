@@ -107,9 +107,9 @@ FunctionPath = Annotated[str, AfterValidator(_function_path)]
 
 
 class Section(BaseModel):
-    """A section of a user-written file: frozen, unknown keys are rejected."""
+    """A section of a user-written file: frozen; unknown keys, infinities and NaN are rejected."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def describe(

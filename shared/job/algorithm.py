@@ -42,7 +42,7 @@ class CriticSpec(Section):
     gae_lambda: float = Field(0.95, ge=0, le=1)
     """Lambda of generalized advantage estimation (arXiv 1506.02438): 0 relies on the critic only, 1 on the rewards
     only."""
-    value_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["off"] = 0.2
+    value_clip: Annotated[float, Field(gt=0)] | Literal["off"] = 0.2
     """Bound on a value's change in one step; `off` removes it."""
 
     @field_validator("value_clip", mode="before")
@@ -57,7 +57,7 @@ class PreferenceSpec(Section):
     variant: Literal["sigmoid", "robust", "ipo"] = "sigmoid"
     """Loss of a pair: DPO (arXiv 2305.18290), robust DPO (arXiv 2403.00409) or IPO (arXiv 2310.12036), which stops at a
     margin of 1 / (2 beta) a token."""
-    beta: float = Field(0.1, gt=0, allow_inf_nan=False)
+    beta: float = Field(0.1, gt=0)
     """Weight of the distance to the starting weights."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """With `sigmoid` and `robust`: assumed probability that the preference is wrong."""
@@ -83,7 +83,7 @@ class TeacherSpec(Section):
     model: str = Field(min_length=1)
     """Name of one of `models`, which workers serve; or folder or Hugging Face id of a model that the trainer's devices
     hold in `trainer.dtype`. It has the tokenizer of the job's `model`."""
-    coef: float = Field(1.0, gt=0, allow_inf_nan=False)
+    coef: float = Field(1.0, gt=0)
     """Weight of the teacher next to advantages from rewards."""
 
 
@@ -97,7 +97,7 @@ class PairsSpec(Section):
 class ScoresSpec(Section):
     """How a job of kind `reward` learns from pairs."""
 
-    center_rewards_coefficient: float = Field(0.0, ge=0, allow_inf_nan=False)
+    center_rewards_coefficient: float = Field(0.0, ge=0)
     """Weight of the squared sum of a pair's scores, which keeps scores around 0 (arXiv 2312.09244); such as 0.01."""
 
 
@@ -107,7 +107,7 @@ class RejectionSpec(Section):
     level: RejectionLevel | None = None
     """Ratio that must be within the thresholds: of each token; or of the whole completion, as the product of its
     tokens' ratios (`sequence`) or their geometric mean."""
-    threshold: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    threshold: Annotated[float, Field(gt=1)] | None = None
     """Highest ratio, by default 2. Use about 1.001 for `geometric`."""
     threshold_lower: Annotated[float, Field(gt=0, le=1)] | None = None
     """Lowest ratio, by default 1 / `threshold`."""
@@ -339,7 +339,7 @@ class AlgorithmSpec(Section):
     """`ppo`: clipped tokens have no gradient; `cispo`: the ratio is a clipped weight and every token has a gradient."""
     clip_low: Annotated[float, Field(gt=0, le=1)] | None = 0.2
     """The ratio is clipped below at 1 minus this; 1 removes the bound."""
-    clip_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.28
+    clip_high: Annotated[float, Field(gt=0)] | None = 0.28
     """The ratio is clipped above at 1 plus this, also with `cispo`, where TRL's `epsilon_high` is the bound itself."""
     aggregation: Aggregation | None = "token_mean"
     """Loss of an update: mean over tokens; or mean over completions of their token mean, of their token sum, or of
@@ -347,7 +347,7 @@ class AlgorithmSpec(Section):
     old_logprobs: Literal["auto", "sampled", "recomputed"] | None = "auto"
     """Old policy of the ratio: the engine's log-probabilities, or the trainer's under the weights at the start of the
     step. `auto` is `sampled` with `elastic.max_staleness: 0`, else `recomputed`."""
-    tis_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["off"] | None = 2.0
+    tis_cap: Annotated[float, Field(gt=0)] | Literal["off"] | None = 2.0
     """With `recomputed`: upper bound of importance weights (trainer / engine); `off` disables these weights."""
     importance: Importance | None = "truncate"
     """`truncate`: importance weights above `tis_cap` become `tis_cap`. `mask`: tokens with a weight above `tis_cap` or
@@ -357,11 +357,11 @@ class AlgorithmSpec(Section):
     rollout_rs: RejectionSpec | None = None
     """Leaves tokens out of the loss whose probabilities differ between trainer and engine; they still count in the
     divisor of `aggregation`."""
-    kl_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
+    kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL penalty to the starting weights; above 0 the trainer stores a copy of them."""
     kl_estimator: KlEstimator | None = None
     """Estimator of that KL."""
-    entropy_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
+    entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus: of each token's whole distribution, exact, at the job's temperature."""
     mask_truncated: bool = False
     """Leave completions that ended at `sampling.max_tokens`, and conversations that ended at a limit, out of the loss;

@@ -114,16 +114,16 @@ class VersionsSpec(Section):
 class _ShareSpec(Section):
     """How spot workers are shared out."""
 
-    share: float = Field(1.0, gt=0, allow_inf_nan=False)
+    share: float = Field(1.0, gt=0)
     """Share of the spot workers, relative to those of other jobs."""
-    max_dollars: float | None = Field(None, gt=0, allow_inf_nan=False)
+    max_dollars: float | None = Field(None, gt=0)
     """Budget: spot workers are drained before the job has cost this much. Reserved ones continue."""
 
 
 class _FleetSpec(_ShareSpec):
     """How workers are used."""
 
-    seeding: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto", "off"] = "auto"
+    seeding: Annotated[float, Field(ge=0)] | Literal["auto", "off"] = "auto"
     """Seconds that the reserved workers generate at the start of a step while there are spot workers. `auto`:
     the manager learns it for each fleet size; `off`: not at all."""
 
@@ -178,9 +178,9 @@ class ModelSpec(_ShareSpec):
 
     model: str = Field(min_length=1)
     """Folder or Hugging Face id of the model."""
-    share: float = Field(0.5, gt=0, allow_inf_nan=False)
+    share: float = Field(0.5, gt=0)
     """Share of the spot workers while it has requests, relative to the job's `elastic.share`."""
-    max_dollars: float | None = Field(None, gt=0, allow_inf_nan=False)
+    max_dollars: float | None = Field(None, gt=0)
     """Budget of this model, which `elastic.max_dollars` does not count: spot workers serve it no more before it has
     cost this much."""
 
@@ -210,7 +210,7 @@ class EvalSet(OfflineEvalSet):
 
     samples: int | None = Field(None, ge=1)
     """Number of completions; `eval.samples` if not given."""
-    pass_reward: float | None = Field(None, allow_inf_nan=False)
+    pass_reward: float | None = None
     """Lowest reward of a completion that passes; `eval.pass_reward` if not given."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     """What differs from the job's `sampling`, such as `{temperature: 0, max_tokens: 4096}`."""
@@ -248,7 +248,7 @@ class EvalSpec(OfflineEvalSpec):
 
     samples: int = Field(256, ge=1)
     """Number of completions, spread evenly over the evaluation prompts."""
-    pass_reward: float = Field(1.0, allow_inf_nan=False)
+    pass_reward: float = 1.0
     """Lowest reward of a completion that passes, for `eval/pass@k`."""
     sets: Mapping[str, EvalSet] = Field(default_factory=dict)
 

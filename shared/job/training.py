@@ -76,7 +76,7 @@ class TrainerSpec(Section):
     compile: bool = False
     """Compile the layers with `torch.compile`, during the first micro-batches after each start. Only `torch` and dense
     models, not with `elastic.weights: lora`."""
-    router_aux_loss_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
+    router_aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the load-balancing loss of a mixture of experts (arXiv 2101.03961), at the scale of transformers."""
     router_replay: Literal["none", "R3"] = "none"
     """`R3`: train a mixture of experts with the experts that the engines selected (arXiv 2510.11370)."""
@@ -207,7 +207,7 @@ class LoraSpec(Section):
 
     rank: int = Field(8, ge=1)
     """Rank of the adapter's matrices."""
-    alpha: float = Field(8.0, gt=0, allow_inf_nan=False)
+    alpha: float = Field(8.0, gt=0)
     """The adapter's product is scaled by `alpha / rank`."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input, in training only. Above 0, the distributions of training and sampling differ
@@ -225,10 +225,10 @@ class LoraSpec(Section):
 class CurriculumSpec(Section):
     """Which prompts are skipped, by the mean rewards of their last groups."""
 
-    skip_solved_above: float | None = Field(None, allow_inf_nan=False)
+    skip_solved_above: float | None = None
     """Skip a prompt whose mean reward is at least this; with rewards of 0 and 1, 1.0 skips prompts that are always
     solved."""
-    skip_failed_below: float | None = Field(None, allow_inf_nan=False)
+    skip_failed_below: float | None = None
     """Skip a prompt whose mean reward is at most this; with rewards of 0 and 1, 0.0 skips prompts that are never
     solved."""
     window: int = Field(1, ge=1)

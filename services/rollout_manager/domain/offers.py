@@ -57,12 +57,12 @@ class AwsMachine(BaseModel):
 class Pool(BaseModel):
     """A kind of preemptible worker that a provider can start."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """`RLBOOST_WORKER_KIND` of its workers, and the provider's name for it."""
     max_workers: int = Field(4096, ge=0)
-    price_per_hour: float | None = Field(None, ge=0, allow_inf_nan=False)
+    price_per_hour: float | None = Field(None, ge=0)
     """Dollars for one worker without a price of its own, unless the price file has its kind; 0: it is free."""
     gpu: str = ""
     """Its GPU, as it is shown; pools of the same GPU share their measured throughput. If empty, the kind."""
@@ -74,11 +74,11 @@ class Pool(BaseModel):
     """Its shell command, in place of the manager's."""
     aws: AwsMachine | None = None
     """Its machines, with provider aws."""
-    tokens_per_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    tokens_per_s: float | None = Field(None, gt=0)
     """Planned throughput of one worker, until one was measured; None: the mean of the measured ones."""
-    preemptions_per_hour: float = Field(0.0, ge=0, allow_inf_nan=False)
+    preemptions_per_hour: float = Field(0.0, ge=0)
     """Expected preemptions of one worker, which measured ones replace over `PRIOR_HOURS`."""
-    boot_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    boot_s: float = Field(0.0, ge=0)
     """Seconds from the request of a machine to the start of its worker, which the manager does not see."""
 
     @model_validator(mode="after")

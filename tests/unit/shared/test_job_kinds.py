@@ -410,9 +410,9 @@ def test_held_out_sets_take_what_they_do_not_give_from_the_job() -> None:
     }
     for given in (job, json.loads(to_json(parse(job)))):
         unnamed, math500, aime = parse(given).held_out
-        assert unnamed[:-1] == ("", Rows("data.eval", "e", "x", "own", "prompt"), 20, 0.5)
+        assert unnamed[:-1] == ("", Rows("data.eval", "e", "x", "own", "prompt", names_split=True), 20, 0.5)
         assert math500[:-1] == ("math500", Rows("eval.sets.math500.data", "m", "x", "s", "problem"), 20, 0.5)
-        assert aime[:-1] == ("aime", Rows("eval.sets.aime.data", "a", "y", None, "prompt"), 3, 0.0)
+        assert aime[:-1] == ("aime", Rows("eval.sets.aime.data", "a", "y", None, "prompt", names_split=True), 3, 0.0)
         drawn = [
             (one.sampling.temperature, one.sampling.top_p, one.sampling.max_tokens) for one in parse(given).held_out
         ]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.file import load, set_by_override
 from rlboost.shared.job.spec import InvalidJob, parse, parse_stored, policy_jobs, to_json
 from rlboost.shared.job.training import LoraSpec
-from rlboost.shared.validation import read_yaml
+from rlboost.shared.validation import Section, read_yaml
 
 
 def spec(elastic: str, more: str = "") -> dict[str, object]:
@@ -39,6 +42,26 @@ def test_on_is_not_a_seeding_window() -> None:
 def test_invalid_elastic_values_are_refused_by_name(wrong: str) -> None:
     with pytest.raises(ConfigError, match=r"elastic\."):
         parse(spec(wrong))
+
+
+def _sections(section: type[Section]) -> Iterator[type[Section]]:
+    for one in section.__subclasses__():
+        yield from (one, *_sections(one))
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_no_key_takes_a_number_that_is_not_finite(number: float) -> None:
+    """A limit of infinitely many seconds would be none."""
+    asked = [
+        (section, name)
+        for section in _sections(Section)
+        for name, field in section.model_fields.items()
+        if "float" in str(field.annotation)
+    ]
+    assert len(asked) > 40
+    for section, name in asked:
+        with pytest.raises(ValidationError):
+            section.__pydantic_validator__.validate_assignment(section.model_construct(), name, number)
 
 
 @pytest.mark.parametrize("seeding", ["off", "30"])
