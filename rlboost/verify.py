@@ -68,7 +68,10 @@ class Record:
         again = f", {self.n_repeated} of them trained again" if self.n_repeated else ""
         end = "the job has ended" if self.end else "the job has not ended"
         but = "" if self.end else f"; {' and '.join(FINAL_FOLDERS)} are not covered"
-        yield f"{self.folder}: {len(self.steps)} steps{again}; {end}. All files are those that were written{but}"
+        last = _n_trained(self)
+        n_steps = sum(step < last for step in self.steps) if last else len(self.steps)
+        final = " and the evaluation after the last" if n_steps < len(self.steps) else ""
+        yield f"{self.folder}: {n_steps} steps{final}{again}; {end}. All files are those that were written{but}"
         if self.changed:
             steps = ", ".join(str(step + 1) for step in self.changed[:_SHOWN])
             yield f"  trained again with other samples or weights, which count: steps {steps}"
@@ -101,6 +104,15 @@ class Record:
             # A step has one line: a trainer that trains it again replaces the first.
             rows[step if type(step) is int and step >= 0 and step not in rows else -1 - number] = line
         return rows
+
+
+def _n_trained(record: Record) -> int:
+    """Return the number of steps that the job trains, 0 if it only evaluates; of a record without problems.
+
+    The evaluation of the last weights is recorded under this number.
+    """
+    job = json.loads(record.read("job.json") or b"{}")
+    return 0 if job.get("kind") == "eval" else int(job.get("steps", 0))
 
 
 def check(folder: Path, public_key: str = "") -> Record:

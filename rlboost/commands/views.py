@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -134,7 +135,9 @@ def samples(
 # --- `rlboost verify-run`: check the record of a run, or compare two --------------------------------------------------
 
 
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or the id of a job of this system.")]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's folder, or the id or name of a job of this system.")
+]
 
 
 def verify_run(
@@ -181,8 +184,21 @@ def verify_run(
 
 
 def _run_folder(name: str, state: Path) -> Path:
-    folder = state / "runs" / name
-    return folder if folder.is_dir() and not Path(name).is_dir() else Path(name)
+    runs = state / "runs"
+    for folder in (Path(name), runs / name):
+        if folder.is_dir():
+            return folder
+    found = sorted(file.parent.name for file in runs.glob("*/job.json") if _name_of(file) == name)
+    if len(found) > 1:
+        raise ConfigError(f"{len(found)} jobs have the name {name}: give an id: {', '.join(found)}")
+    return runs / found[0] if found else Path(name)
+
+
+def _name_of(job_file: Path) -> object:
+    try:
+        return json.loads(job_file.read_bytes()).get("name")
+    except (OSError, ValueError, AttributeError):
+        return None  # the check of that run says so
 
 
 def _known_key(state: Path) -> str:

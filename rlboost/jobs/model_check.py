@@ -408,13 +408,14 @@ def _model_checks(spec: JobSpec, source: Path) -> list[Callable[[], object]]:
         "router_replay": trainer.router_replay != "none",
     }
     keys = [key for key, is_used in used.items() if is_used]
-    if trainer.backend != "torch" or not (keys or adapter) or not is_installed("torch", "transformers"):
+    if spec.kind == "eval" or trainer.backend != "torch" or not is_installed("torch", "transformers"):
         return []
     from rlboost.services.trainer.adapters import model_checks  # noqa: PLC0415 - imports torch
 
-    if (model := model_checks.model_without_weights(source)) is None:
-        return []
-    checks: list[Callable[[], object]] = [partial(model_checks.CHECKS[key], model) for key in keys]
+    described = partial(model_checks.require_described_weights, source, scores=spec.kind == "reward")
+    if not (keys or adapter) or (model := model_checks.model_without_weights(source)) is None:
+        return [described]
+    checks: list[Callable[[], object]] = [described, *(partial(model_checks.CHECKS[key], model) for key in keys)]
     if adapter is not None and is_installed("peft"):
         checks.append(partial(model_checks.require_adaptable, model, adapter))
     return checks

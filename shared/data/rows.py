@@ -5,12 +5,14 @@ A source is one file, several in a list, those that match a pattern, or those in
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from glob import escape, glob, has_magic
 from io import TextIOWrapper
@@ -27,6 +29,8 @@ AGENT_ROWS = "agent:rows"
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 """Those of shards in a folder; Hugging Face datasets loads a folder of others."""
 _SINGLE_KINDS = (".json", ".csv", ".jsonl.zst")
+_DATA_KINDS = (*FILE_KINDS, ".csv", ".jsonl.zst", ".tsv")
+"""Those that have rows for certain: a folder's `.json` and `.txt` files may describe it."""
 _SPLIT = re.compile(
     r"(?:^|[\W_\d])(?:train|training|test|testing|eval|evaluation|valid|validation|val|dev)(?:[\W_\d]|$)", re.IGNORECASE
 )
@@ -195,7 +199,7 @@ def _read(source: str, split: str, subset: str | None) -> Iterator[Row]:
         return _parquet(source, path)
     if path.suffix == ".csv":
         with _reading(source):
-            path.open("rb").close()
+            _require_distinct(source, _csv_header(path))
         return _dataset(source, path.absolute(), "train", None)
     if not path.suffix and not path.exists():
         raise ConfigError(
@@ -300,6 +304,7 @@ def _parquet(source: str, path: Path) -> Iterator[Row]:
     number = 0
     try:
         with ParquetFile(path) as file:
+            _require_distinct(source, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=1024):
                 for number, values in enumerate(batch.to_pylist(), number + 1):  # noqa: B020 - it goes on counting
                     yield Row(source, f"row {number}", values)
@@ -307,6 +312,44 @@ def _parquet(source: str, path: Path) -> Iterator[Row]:
         raise ConfigError(f"{source}: No such file or directory: name a file that the trainer can read") from error
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{source} is not a parquet file that can be read: {error}") from error
+
+
+def _csv_header(path: Path) -> list[str]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            return next(csv.reader(file), [])
+        except csv.Error:
+            return []  # the library that reads the rows says so
+
+
+def _require_distinct(source: str, columns: Sequence[str]) -> None:
+    """Refuse two columns of one name, of which a row would have only the last."""
+    if twice := [name for name, n in Counter(columns).items() if n > 1]:
+        raise ConfigError(f"{source}: the column {twice[0]!r} is there twice: remove or rename one")
+
+
+def _require_all_read(source: str, folder: Path, builder: Any) -> None:
+    """Refuse a folder of which `datasets` reads only some data files: those of the most frequent kind, or of a split.
+
+    What a card (`README.md`) assigns to configurations is its author's choice.
+    """
+    card = folder / "README.md"
+    if card.is_file() and re.search(r"^configs:", card.read_text(encoding="utf-8", errors="replace"), re.MULTILINE):
+        return
+    used = {Path(one).resolve() for files in (builder.config.data_files or {}).values() for one in files}
+    unread = [
+        str(file.relative_to(folder))
+        for file in sorted(folder.rglob("*"))
+        if file.name.endswith(_DATA_KINDS)
+        and not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+        and file.resolve() not in used
+    ]
+    if used and unread:
+        raise ConfigError(
+            f"{source}: Hugging Face datasets reads {len(used)} of its files and leaves out {unread[0]}"
+            f"{f' and {len(unread) - 1} more' if len(unread) > 1 else ''}: name the files that you want in a list, or "
+            "move the others away"
+        )
 
 
 def _require_remote_files(files: Any) -> None:
@@ -326,6 +369,7 @@ def _dataset(source: str, path: Path, split: str, subset: str | None) -> Iterato
         if any((path / name).is_file() for name in _SAVED):
             found = datasets.load_from_disk(str(path))
         elif path.is_dir():
+            _require_all_read(source, path, datasets.load_dataset_builder(str(path), name=subset))
             found = datasets.load_dataset(str(path), name=subset)
         elif path.suffix == ".csv":
             # It takes names for patterns, and those such as file:/a.csv for URLs.
@@ -333,6 +377,8 @@ def _dataset(source: str, path: Path, split: str, subset: str | None) -> Iterato
         else:
             _require_remote_files(datasets.load_dataset_builder(source, name=subset).config.data_files)
             found = datasets.load_dataset(source, name=subset)
+    except ConfigError:
+        raise
     except Exception as error:  # its loaders raise whatever the file formats and the network do
         reason = str(error).partition("\n")[0]
         raise ConfigError(

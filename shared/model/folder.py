@@ -151,7 +151,7 @@ def is_classifier(config: Mapping[str, Any]) -> bool:
 
 
 def require_language_model(config: Mapping[str, Any]) -> None:
-    """Check that `config.json` does not describe a reward model, whose head predicts no tokens.
+    """Check that `config.json` does not describe a reward model or one with an encoder, which continue no text.
 
     Raises:
         ConfigError: it does.
@@ -161,6 +161,12 @@ def require_language_model(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"config.json: the model is a reward model ({', '.join(config['architectures'])}), which generates no "
             "tokens: name a causal language model, or train it with kind: reward"
+        )
+    architectures = config.get("architectures") or []
+    if config.get("is_encoder_decoder") or any(name.endswith("ForMaskedLM") for name in architectures):
+        raise ConfigError(
+            f"config.json: the model has an encoder ({', '.join(architectures) or config.get('model_type')}), and only "
+            "decoders can be trained: name a causal language model, such as one of Qwen or Llama"
         )
 
 

@@ -139,6 +139,10 @@ class Waits:
                 self._timed_out.append(wait)
                 raise WaitTimedOut(f"waited {limit_s:.0f} s for {subject} ({wait.because})") from error
             raise
+        except asyncio.CancelledError:
+            if outer is not None:  # its limit may be why
+                outer.text = last_error.text or outer.text
+            raise
         finally:
             del self._active[number]
             _last_error.set(outer)

@@ -81,7 +81,7 @@ _REMEDIES = {
     "CLUSTERDOWN": "waiting for the cluster",
     "LOADING": "it loads its data",
     "BUSY": "it runs a script",
-    "MISCONF": "free space on its disk",
+    "MISCONF": "free space on its disk, or memory for its fork: its log says which",
     "NOREPLICAS": "start its replicas",
 }
 _BEFORE_REPLY = re.compile(r""".*(caused error: \(['"]|@user_script: ?\d+: -?)""", re.DOTALL)

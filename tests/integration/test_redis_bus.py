@@ -1,11 +1,12 @@
-"""What Redis refuses, and whether it is worth trying again. The server is a script: a full disk is hard to come by."""
+"""What Redis refuses, and whether it is worth trying again."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Append, AppendRaw, Fence, HashSet, Op, Remove, WrongType
 from rlboost.shared.weights.peers.directory import list_peers
 from tests.support.eventually import eventually
+from tests.support.redis_server import RedisServer
 
 
 @asynccontextmanager
@@ -60,6 +62,45 @@ async def test_refused_write_is_retryable_when_redis_may_accept_it_later(reply: 
             await bus.append("stream", Drain())
         with pytest.raises(error, match=re.escape(reply.partition(" ")[2])):
             await bus.transact([HashSet("key", {"a": "b"}), HashSet("key", {"c": "d"})])
+
+
+async def test_writes_wait_out_a_snapshot_that_redis_cannot_save(tmp_path: Path) -> None:
+    """A folder in the snapshot's place makes saving fail, for root too."""
+    server = RedisServer(tmp_path / "redis")
+    server.start()
+    bus = RedisBus(server.url)
+    ops: list[Op] = [HashSet("key", {"a": "b"}), Append("stream", Drain())]
+
+    async def is_refused() -> str:
+        try:
+            await bus.transact(ops)
+        except BusUnavailable as error:
+            return str(error)
+        return ""
+
+    async def is_saved() -> bool:
+        return bool((await bus.command("INFO", "persistence"))["rdb_last_bgsave_status"] == "ok")
+
+    try:
+        (snapshot := tmp_path / "redis/dump.rdb").mkdir()
+        await bus.command("CONFIG", "SET", "save", "1 1")
+        refusal = await eventually(is_refused)
+        assert "MISCONF" in refusal
+        assert "free space on its disk, or memory for its fork: its log says which" in refusal
+        assert "MISCONF" in await refusal_of(bus.transact(ops, Fence("epoch", 0)))
+        snapshot.rmdir()
+        await bus.command("BGSAVE", "SCHEDULE")
+        await eventually(is_saved)
+        await bus.transact(ops)
+    finally:
+        await bus.close()
+        server.stop()
+
+
+async def refusal_of(write: Awaitable[None]) -> str:
+    with pytest.raises(BusUnavailable) as refused:
+        await write
+    return str(refused.value)
 
 
 async def test_operations_beyond_the_connections_wait_for_one(redis_url: str) -> None:

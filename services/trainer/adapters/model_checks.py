@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from rlboost.services.trainer.adapters.tokens import UNLOADABLE
 from rlboost.services.trainer.adapters.torch.fsdp import SETTING as FSDP
 from rlboost.services.trainer.adapters.torch.layers import (
     CHECKPOINTING,
@@ -19,14 +20,14 @@ from rlboost.services.trainer.adapters.torch.layers import (
     require_compilable,
     require_packed,
 )
-from rlboost.services.trainer.adapters.torch.passes import class_of, implementation_of
+from rlboost.services.trainer.adapters.torch.passes import class_of, empty_model, implementation_of, require_shapes
 from rlboost.services.trainer.adapters.torch.routing import require_routers
 from rlboost.services.trainer.domain.metrics import TrainingHardware, flops_per_token, peak_flops
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.model.experts import is_mixture
-from rlboost.shared.model.folder import count_in_tower, count_parameters, read_config
+from rlboost.shared.model.folder import count_in_tower, count_parameters, read_config, read_tensor_shapes
 
 # --- What the torch backend and FSDP2 require of a model for a job's settings. They check the same when they load it
 
@@ -61,6 +62,30 @@ def model_without_weights(source: Path) -> Any:
             return class_of(source).from_config(config, attn_implementation=implementation_of(source, attention))
     except Exception:  # noqa: BLE001 - loading the model reports what is wrong with it
         return None
+
+
+def require_described_weights(source: Path, *, scores: bool) -> None:
+    """Check the shapes of a directory's weights, by the headers of its files, against its `config.json`.
+
+    Weights that transformers converts while it loads them have other names there, and are left to the trainer.
+
+    Args:
+        source: the model's directory.
+        scores: the job trains a reward model.
+
+    Raises:
+        ConfigError: they differ, or transformers has no such model.
+
+    """
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True)
+    except UNLOADABLE:
+        return  # the tokenizer's check says so
+    described = empty_model(source, attention_of(config, warns=False), torch.float32, scores=scores)
+    shapes = {name: tuple(tensor.shape) for name, tensor in described.state_dict().items()}
+    require_shapes(
+        source, ((name, found, shapes.get(name, found)) for name, found in read_tensor_shapes(source).items())
+    )
 
 
 # --- Describes the devices and the model's cost per token, for `perf/mfu` ---------------------------------------------

@@ -23,7 +23,7 @@ from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.process.system import run_in_thread
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, Op, Trim
+from rlboost.shared.streams.bus import START, Op, Trim, position
 
 WRITE_LIMIT_S = 3600.0
 """How long the next checkpoint, or the job's end, waits for a checkpoint that is being written."""
@@ -53,7 +53,7 @@ class Checkpoints:
             head: the newest committed version of the job's weights, -1 for none.
 
         Raises:
-            ConfigError: `trainer.resume` does not allow it, or the data has changed.
+            ConfigError: `trainer.resume` does not allow it, the data has changed, or Redis is of another time.
             Corrupt: the checkpoint does not fit the model, or no checkpoint verifies.
             WaitTimedOut: it takes too long to read.
 
@@ -77,6 +77,7 @@ class Checkpoints:
         if found is not None:
             state, directory = found
             self._check_data(state)
+            await self._check_redis(state)
         elif job.resources.predecessor is not None:
             state, directory = await job.device.run(job.resources.predecessor)
             state = self._as_initial(state)
@@ -110,6 +111,22 @@ class Checkpoints:
                 f"data.train has {n_rows} prompts as when the job was interrupted, but their content, order or columns "
                 f"have changed: {remedy}"
             )
+
+    async def _check_redis(self, state: TrainState) -> None:
+        """Check that Redis has the entries after which the job continues: a backup of another time does not."""
+        for cursor in {state.finished_cursor, state.read_cursor} - {START}:
+            if not await self._is_in_redis(cursor):
+                raise ConfigError(
+                    f"the checkpoint of step {state.step} continues after entry {cursor} of "
+                    f"{names.rollouts_finished(self._job.id)}, which Redis does not have: they are of different times. "
+                    "Restore Redis, weights and runs from one backup, or create a job whose trainer.resume names this "
+                    "checkpoint"
+                )
+
+    async def _is_in_redis(self, cursor: str) -> bool:
+        ms, seq = position(cursor)
+        before = {names.rollouts_finished(self._job.id): f"{ms}-{seq - 1}" if seq else f"{ms - 1}-{2**64 - 1}"}
+        return [entry.id for entry in await self._job.bus.retry(lambda bus: bus.read(before, count=1))] == [cursor]
 
     def _as_initial(self, state: TrainState) -> TrainState:
         """Return this job's position when it starts from a checkpoint of another job, without that job's samples."""

@@ -511,3 +511,22 @@ def test_a_config_that_transformers_refuses_is_named(folder: Path, family: str) 
     assert any("tokenizer and config.json cannot be loaded: " in problem for problem in check()), check()
     with pytest.raises(ConfigError, match="cannot be loaded as a causal language model"):
         empty_model(folder / "base", "sdpa")
+
+
+def test_weights_of_other_shapes_than_the_config_describes_are_named_by_check_and_trainer(folder: Path) -> None:
+    file = folder / "base/config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"intermediate_size": 40}))
+    (problem,) = check()
+    assert problem == trainers_words(lambda: TorchPolicy(PolicySettings(), device="cpu").load_hf(Path("base")))
+    assert "mlp.down_proj.weight has the shape" in problem
+
+
+@pytest.mark.parametrize(
+    "changes", [{"is_encoder_decoder": True, "architectures": ["T5Model"]}, {"architectures": ["BertForMaskedLM"]}]
+)
+def test_model_with_an_encoder_is_named(folder: Path, changes: dict[str, Any]) -> None:
+    file = folder / "base/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    (problem,) = check()
+    assert f"the model has an encoder ({changes['architectures'][0]}), and only decoders can be trained" in problem

@@ -213,3 +213,34 @@ def load(model: Path, source: Any) -> Data:
 
 def digest(data: Data) -> str:
     return fingerprint((row.tokens, row.completion, row.columns) for row in data.train)
+
+
+def test_data_files_that_datasets_would_leave_out_are_refused(folder: Path) -> None:
+    """It reads only the files of one kind, and those whose names denote a split if there are any."""
+    (folder / "README.md").write_text("# Sums\n")
+    (folder / "notes.txt").write_text("of 2026\n")
+    (folder / ".cache").mkdir()
+    write(folder / ".cache/old.jsonl", "t0")
+    write(folder / "train.jsonl", "t1")
+    assert prompts("data") == ["t1"]
+    write(folder / "more.jsonl", "t2")
+    with pytest.raises(
+        ConfigError, match=r"data: Hugging Face datasets reads 1 of its files and leaves out more.jsonl"
+    ):
+        prompts("data")
+    (folder / "more.jsonl").rename(folder / "test.jsonl")
+    assert prompts("data") == ["t1"]
+    write(folder / "more.parquet", "t3")
+    with pytest.raises(ConfigError, match=r"leaves out more.parquet: name the files"):
+        prompts("data")
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: train.jsonl\n---\n# Sums\n")
+    assert prompts("data") == ["t1"]
+
+
+def test_two_columns_of_one_name_are_refused(folder: Path) -> None:
+    columns = [pa.array(["1+1="]), pa.array(["2"]), pa.array(["3"])]
+    parquet.write_table(pa.Table.from_arrays(columns, names=["prompt", "answer", "answer"]), folder / "a.parquet")
+    (folder / "a.csv").write_text("prompt,answer,answer\n1+1=,2,3\n")
+    for name in ("data/a.parquet", "data/a.csv"):
+        with pytest.raises(ConfigError, match=f"{name}: the column 'answer' is there twice: remove or rename one"):
+            prompts(name)

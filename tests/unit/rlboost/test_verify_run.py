@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rlboost.cli import app
 from rlboost.services.trainer.adapters.run_folder import user_code_digests
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.weights.access import ManifestKey, RecordKey
@@ -27,6 +29,23 @@ def test_check_of_an_untouched_run_finds_no_problem(tmp_path: Path) -> None:
     start = record.starts[0].fields
     assert start["data"] == "digest of the data"
     assert list(start["user_code"]) == ["rlboost.rewards.math:score"]
+
+
+def test_evaluation_after_the_last_step_is_no_step(tmp_path: Path) -> None:
+    RecordedRun(tmp_path / "run", tmp_path, spec=SPEC | {"steps": 2}).train((0, 1, 2))
+    assert "run: 2 steps and the evaluation after the last; the job has ended" in next(
+        check(tmp_path / "run").summary()
+    )
+
+
+def test_run_is_found_by_the_name_of_its_job(tmp_path: Path) -> None:
+    recorded(tmp_path / "runs/recorded-1")
+    arguments = ["verify-run", "recorded", "--state", str(tmp_path)]
+    assert "3 steps; the job has ended" in CliRunner().invoke(app, arguments).output
+    recorded(tmp_path / "runs/recorded-2")
+    refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code == 2
+    assert "2 jobs have the name recorded: give an id: recorded-1, recorded-2" in refused.output
 
 
 def test_second_row_of_a_step_is_named(tmp_path: Path) -> None:

@@ -1030,4 +1030,6 @@ async def test_hand_off_without_redis_fails() -> None:
     await rig.manager.ready_worker()
     rig.down = True
     rig.stop.set()
-    assert "the hand-off" in await _failure(running)
+    failure = await _failure(running)
+    assert "the hand-off" in failure
+    assert "the last try failed: the fake broker is down" in failure

@@ -91,7 +91,7 @@ def test_profile_is_unknown_before_throughput_and_training_time() -> None:
 
 def test_engine_profile_has_the_medians_of_the_workers_of_a_kind() -> None:
     world = World(lease_s=2.0)
-    for name, price, update_s in (("a", 1.0, 0.5), ("b", 3.0, 1.5), ("wrong", 1e308, 1e308), ("idle", 9.0, 0.0)):
+    for name, price, update_s in (("a", 1.0, 0.5), ("b", 3.0, 1.5), ("wrong", 1e6, 1e6), ("idle", 9.0, 0.0)):
         worker = world.fleet.join(worker_joined(name, kind="sim", price_per_hour=price, slots=8), now=0.0)
         assert worker
         worker.assigned_version = ("j", 0)

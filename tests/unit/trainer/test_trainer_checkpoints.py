@@ -19,7 +19,7 @@ from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, position
+from rlboost.shared.streams.bus import START, Remove, Trim, position
 from tests.support.eventually import eventually
 from tests.support.trainer_fakes import MemoryCheckpoints
 from tests.support.trainer_rig import JOB, Rig, spec
@@ -228,6 +228,28 @@ async def test_resume_with_as_many_other_prompts_fails_the_job(tmp_path: Path) -
     assert report.state == "failed"
     assert "data.train has 10 prompts as when the job was interrupted, but" in report.error
     assert "trainer.resume" in report.error
+
+
+@pytest.mark.parametrize("redis", ["older", "newer"])
+async def test_checkpoint_and_redis_of_different_times_fail_the_job(tmp_path: Path, redis: str) -> None:
+    """As after a restore from two backups: the job would wait for samples that are gone."""
+    rig = Rig(tmp_path)
+    await killed_in_step_3(rig)
+    found = rig.checkpoints.newest()
+    assert found is not None
+    stream = names.rollouts_finished(JOB)
+    if redis == "newer":
+        last = (await rig.bus.read({stream: START}, count=10_000))[-1].id
+        assert position(last) > position(found[0].finished_cursor)
+        await rig.bus.transact([Trim(stream, last)])
+    else:
+        entries = await rig.bus.read({stream: START}, count=10_000)
+        lost = [entry.id for entry in entries if position(entry.id) >= position(found[0].finished_cursor)]
+        await rig.bus.transact([Remove(stream, tuple(lost))])
+    report = await rig.resume()
+    assert report.state == "failed"
+    assert "checkpoint of step 2 continues after entry" in report.error
+    assert "Restore Redis, weights and runs from one backup" in report.error
 
 
 async def test_resumed_job_is_built_with_the_date_of_its_creation(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ large vocabulary, the logits of a long row would need more memory than everythin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -450,18 +450,27 @@ def whole_model(source: Path, attention: str, dtype: torch.dtype, *, scores: boo
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
-    if other := sorted(report["mismatched_keys"]):
-        name, found, described = other[0]
-        raise ConfigError(
-            f"model {source}: {name} has the shape {list(found)}, but config.json describes {list(described)}: copy "
-            "the model again"
-        )
+    require_shapes(source, report["mismatched_keys"])
     if missing := sorted({*report["missing_keys"]} - ({HEAD} if scores else set())):
         raise ConfigError(
             f"model {source}: its files lack {len(missing)} of the weights that its config.json describes, such as "
             f"{missing[0]}, and transformers would take random ones: copy the model again"
         )
     return _with_head(model, source).eval() if scores else model.eval()
+
+
+def require_shapes(source: Path, shapes: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Check the shapes of weights: of each the name, that in the files, and that by `config.json`.
+
+    Raises:
+        ConfigError: names the first that differs.
+
+    """
+    if other := sorted((name, [*found], [*described]) for name, found, described in shapes if [*found] != [*described]):
+        name, found, described = other[0]
+        raise ConfigError(
+            f"model {source}: {name} has the shape {found}, but config.json describes {described}: copy the model again"
+        )
 
 
 def implementation_of(source: Path, attention: str) -> str | dict[str, str]:
