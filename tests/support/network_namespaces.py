@@ -101,7 +101,9 @@ class HostLink:
 
 
 def _remove(namespaces: Sequence[str]) -> None:
-    """Remove namespaces, and with them the virtual cables."""
+    """Remove namespaces and their virtual cables."""
+    # A namespace ends with its last process, some time after its name: this machine's end of the cable is in the way.
+    subprocess.run(["ip", "link", "delete", HOST_LINK], check=False, capture_output=True)
     for name in namespaces:
         subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
