@@ -267,15 +267,20 @@ class PricedModel:
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = await retry_while(httpx.TransportError, post)
-        except (TimeoutError, httpx.DecodingError) as error:
-            late = f"gave no answer within timeout_s, {self.timeout_s:g} s"
-            raise ToolUnavailable(f"{url} {late if isinstance(error, TimeoutError) else f'failed: {error}'}") from error
+        except TimeoutError as error:
+            raise ToolUnavailable(f"{url} gave no answer within timeout_s, {self.timeout_s:g} s") from error
+        except httpx.DecodingError as error:
+            raise ToolUnavailable(f"{url} failed: {error}") from error
         if answer.status_code in _REFUSED:
             raise ValueError(f"{self.model} refused the question: {_shown(answer)}")
         if answer.status_code in _DENIED:
             raise _Denied(f"{url} answered {_shown(answer)}")
         if answer.status_code != 200:
             raise ToolUnavailable(f"{url} answered {_shown(answer)}")
+        return self._paid(url, answer)
+
+    def _paid(self, url: str, answer: httpx.Response) -> Paid:
+        """Return the text of an answer and its cost."""
         try:
             document = answer.json()
             text, usage = document["choices"][0]["message"]["content"] or "", document["usage"]
