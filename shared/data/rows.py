@@ -323,13 +323,13 @@ def _csv_header(path: Path) -> list[str]:
 
 
 def _require_distinct(source: str, columns: Sequence[str]) -> None:
-    """Refuse two columns of one name, of which a row would have only the last."""
+    """Refuse two columns of one name: a row would have only the last."""
     if twice := [name for name, n in Counter(columns).items() if n > 1]:
         raise ConfigError(f"{source}: the column {twice[0]!r} is there twice: remove or rename one")
 
 
 def _require_all_read(source: str, folder: Path, builder: Any) -> None:
-    """Refuse a folder of which `datasets` reads only some data files: those of the most frequent kind, or of a split.
+    """Refuse a folder if `datasets` reads only some of its data files: those of the most frequent kind, or of a split.
 
     What a card (`README.md`) assigns to configurations is its author's choice.
     """

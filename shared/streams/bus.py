@@ -336,7 +336,7 @@ def dead_letter_op(
         entry_id: the entry's id there.
         consumer: the service that cannot use it.
         reason: why it cannot.
-        body: the entry's bytes, of which the first `MAX_LETTER_BYTES` are stored.
+        body: the entry's bytes; the first `MAX_LETTER_BYTES` are stored.
         at: the time, in Unix seconds.
         to: the stream of dead letters, or one from which they are relayed to it.
 
