@@ -33,7 +33,7 @@ from rlboost.shared.job.images import require_supported
 from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import check_targets
-from rlboost.shared.model.experts import require_known_experts, require_mixture, require_replayable
+from rlboost.shared.model.experts import require_mixture, require_replayable
 from rlboost.shared.model.folder import (
     count_parameters,
     is_classifier,
@@ -160,7 +160,6 @@ def model_problems(spec: JobSpec) -> list[str]:
         lambda: require_whole_weights(model),
         lambda: require_unquantized(read_config(model)),
         lambda: _check_head(spec, model),
-        lambda: require_known_experts(model),
         lambda: require_supported(spec, read_config(model)),
     ]
     if spec.trainer.router_aux_loss_coef:

@@ -39,6 +39,8 @@ FAMILIES = {
     "qwen3_vl": Family((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 """`model_type` in `config.json` -> the family."""
+TEXT = "text_config"
+"""The key of `config.json` that describes the language model of one that has other parts, too."""
 TOWER = "visual"
 """The module of these models that encodes images, as a component of its tensors' names."""
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -96,6 +98,11 @@ def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:
             f"config.json of {config['model_type']}: image_token_id, or patch_size, temporal_patch_size or "
             f"spatial_merge_size in vision_config, is missing ({error}): add it, as in the family's own file"
         ) from error
+
+
+def has_towers(config: Mapping[str, Any]) -> bool:
+    """Return True if `config.json` describes a language model with other parts, such as towers for images or sound."""
+    return isinstance(config.get(TEXT), dict) or config.get("model_type") in FAMILIES  # older files of which have none
 
 
 def tensor_name(name: str, model_type: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -19,7 +21,7 @@ from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts,
 from rlboost.shared.errors import UnsuitableWeights  # noqa: E402
 from rlboost.shared.weights.manifest import ParityReference  # noqa: E402
 from rlboost.shared.wire import F32, pack  # noqa: E402
-from tests.support import tiny_models, vllm_engines  # noqa: E402
+from tests.support import families, tiny_models, vllm_engines  # noqa: E402
 from tests.support.engines import request, run  # noqa: E402
 from tests.support.staged_weights import Staged  # noqa: E402
 
@@ -96,6 +98,31 @@ async def test_model_takes_new_weights(config: Any) -> None:
         for made in await run(engine, [request(10 * version + n, max_tokens=20) for n in range(4)]):
             expected = tiny_models.logprobs(model, [3, 1, 4], made.tokens)
             assert made.logprobs == pytest.approx(expected, abs=5e-5)
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "tolerance"),
+    [
+        ("gemma3", "float32", 5e-5),
+        pytest.param("mixtral", "float32", 5e-5, marks=pytest.mark.long),
+        # vLLM's gated delta rule for CPUs computes in bfloat16 only.
+        pytest.param("qwen3_5", "bfloat16", 0.1, marks=pytest.mark.long),
+        pytest.param("qwen3_5_moe", "bfloat16", 0.1, marks=pytest.mark.long),
+    ],
+)
+async def test_family_takes_what_is_published(tmp_path: Path, family: str, dtype: str, tolerance: float) -> None:
+    """By the names of its files; of a model with towers vLLM runs the language model only."""
+    models = [families.make(family, seed).to(getattr(torch, dtype)) for seed in (1, 2)]
+    models[0].save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    engine = vllm_engines.build(config, slots=4, dtype=dtype)
+    for version, model in enumerate(models):
+        await engine.load_weights(version, Staged(checkpoint(model)))
+        for made in await run(engine, [request(10 * version + n, max_tokens=20) for n in range(4)]):
+            differences = np.subtract(made.logprobs, tiny_models.logprobs(model, [3, 1, 4], made.tokens))
+            assert np.abs(differences).mean() < tolerance
+    assert "images" not in engine.sampling_options
     await engine.close()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, CTRLConfig, PreTrainedTokenizerFast
 
@@ -70,3 +71,17 @@ def write_tokenizer(
     special = {"bos_token": BOS, "pad_token": PAD, **({"eos_token": EOS} if eos else {})}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
     return directory
+
+
+def saved(policy: Any, source: Path, folder: Path) -> Path:
+    """Save what a policy publishes as a model folder."""
+    folder.mkdir()
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    tensors = {
+        shard.name: torch.frombuffer(bytearray(shard.data), dtype=getattr(torch, shard.dtype)).reshape(
+            shard.local_shape
+        )
+        for shard in policy.export_shards()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder

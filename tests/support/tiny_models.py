@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rlboost.shared.model.experts import split_experts
+from rlboost.shared.model.file_names import by_file_name
 
 VOCABULARY = 96
 MAX_LEN = 160
@@ -114,6 +114,18 @@ def save_config(config: Any, directory: Path) -> Path:
     """Write `config.json` only, and return the directory."""
     copy.deepcopy(config).save_pretrained(directory)
     return directory
+
+
+def split_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of these models by their names in files; those of experts are views."""
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    names = {
+        name: [f"{layer}.{expert}.{part}.weight" for expert in range(len(tensor)) for part in parts[last]]
+        for name, tensor in tensors.items()
+        for layer, _, last in [name.rpartition(".")]
+        if layer.endswith(".experts") and last in parts
+    }
+    return by_file_name(tensors, names)
 
 
 def weights(model: Any) -> list[tuple[str, torch.Tensor]]:

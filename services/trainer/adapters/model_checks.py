@@ -27,6 +27,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.model.experts import is_mixture
+from rlboost.shared.model.file_names import by_file_name, names_in_files
 from rlboost.shared.model.folder import count_in_tower, count_parameters, read_config, read_tensor_shapes
 
 # --- What the torch backend and FSDP2 require of a model for a job's settings. They check the same when they load it
@@ -50,7 +51,7 @@ def require_adaptable(model: Any, adapter: LoraSpec) -> None:
         ConfigError: PEFT is not installed, or `lora.targets` names modules that cannot have an adapter.
 
     """
-    Adapter(model, adapter)
+    Adapter(model, adapter, names_in_files(model))
 
 
 def model_without_weights(source: Path) -> Any:
@@ -67,14 +68,12 @@ def model_without_weights(source: Path) -> Any:
 def require_described_weights(source: Path, *, scores: bool) -> None:
     """Check the shapes of a directory's weights, by the headers of its files, against its `config.json`.
 
-    Weights that transformers converts while it loads them have other names there, and are left to the trainer.
-
     Args:
         source: the model's directory.
         scores: the job trains a reward model.
 
     Raises:
-        ConfigError: they differ, or transformers has no such model.
+        ConfigError: they differ, transformers has no such model, or cannot store it as it computes with it.
 
     """
     try:
@@ -82,7 +81,8 @@ def require_described_weights(source: Path, *, scores: bool) -> None:
     except UNLOADABLE:
         return  # the tokenizer's check says so
     described = empty_model(source, attention_of(config, warns=False), torch.float32, scores=scores)
-    shapes = {name: tuple(tensor.shape) for name, tensor in described.state_dict().items()}
+    tensors = by_file_name(described.state_dict(), names_in_files(described))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     require_shapes(
         source, ((name, found, shapes.get(name, found)) for name, found in read_tensor_shapes(source).items())
     )

@@ -15,13 +15,13 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.function import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
-from rlboost.shared.model.experts import split_experts
 from rlboost.shared.wire import F32, unpack
 from tests.support import rank_policies
 from tests.support.losses import clipped_loss
 from tests.support.offloaded_ranks import resident
 from tests.support.one_rank import trained_by
 from tests.support.policy_comparison import assert_close, assert_trained_equally, bits, gradient_of, moment, values
+from tests.support.tiny_models import split_experts
 from tests.support.training_rows import rows, with_loss_mask
 
 pytestmark = pytest.mark.timeout(600)

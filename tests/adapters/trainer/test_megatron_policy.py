@@ -30,7 +30,6 @@ from rlboost.services.trainer.ports.engine import NotFinite, PolicyEngine, Polic
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.job.algorithm import PreferenceSpec
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
-from rlboost.shared.model.experts import split_experts
 from rlboost.shared.wire import F32, pack, unpack
 from tests.support import rank_policies
 from tests.support.eventually import eventually
@@ -40,6 +39,7 @@ from tests.support.model_folder import write_model, write_unmarked_model
 from tests.support.one_rank import trained_by
 from tests.support.policy_comparison import assert_close, assert_trained_equally, gradient_of, moment, values
 from tests.support.ranks import MODULE
+from tests.support.tiny_models import split_experts
 from tests.support.training_rows import rows, training_row, with_loss_mask
 
 pytestmark = pytest.mark.timeout(600)

@@ -20,11 +20,10 @@ from rlboost.services.trainer.domain.loss.preference import weighted
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.algorithm import PreferenceSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
-from rlboost.shared.model.experts import split_experts
 from rlboost.shared.wire import ints
 from tests.support.jobs import parse_rl
 from tests.support.model_folder import write_model
-from tests.support.tiny_models import CONFIGS
+from tests.support.tiny_models import CONFIGS, split_experts
 from tests.support.training_rows import rows
 
 SPEC = PreferenceSpec(beta=0.2)

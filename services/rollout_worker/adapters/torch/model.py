@@ -25,9 +25,10 @@ from rlboost.services.rollout_worker.adapters.torch.slot_cache import ATTENTION,
 from rlboost.services.rollout_worker.adapters.torch.vision import PassInputs
 from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity
 from rlboost.services.rollout_worker.ports import Sequences
-from rlboost.shared.data.vision import FAMILIES
+from rlboost.shared.data.vision import FAMILIES, TEXT
 from rlboost.shared.errors import RLBoostError, UnsuitableWeights
 from rlboost.shared.model import experts
+from rlboost.shared.model.file_names import by_file_name, names_in_files
 from rlboost.shared.weights.changed_words import Placement, Words, write_words
 
 # --- Checks of published tensors against those that an engine has -----------------------------------------------------
@@ -96,7 +97,8 @@ def _from_config(config: Any, dtype: torch.dtype, device: torch.device) -> Model
     # The arbitrary weights use torch's random generator, whose state is restored.
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type="cuda"), device:
         torch.manual_seed(0)
-        kind: Any = AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
+        has_towers = config.get_text_config() is not config
+        kind: Any = AutoModelForImageTextToText if has_towers else AutoModelForCausalLM
         model = kind.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
@@ -120,8 +122,8 @@ def _shallow(config: Any) -> Any:
 
 
 def _use_slot_cache(model: Model) -> None:
-    is_seeing = model.config.model_type in FAMILIES
-    model.set_attn_implementation({"text_config": ATTENTION, "vision_config": "sdpa"} if is_seeing else ATTENTION)
+    has_towers = model.config.get_text_config() is not model.config
+    model.set_attn_implementation({TEXT: ATTENTION, "vision_config": "sdpa"} if has_towers else ATTENTION)
     _fuse_norms(model)
 
 
@@ -350,7 +352,9 @@ class Weights:
     """The loaded weights: views of the model's tensors by Hugging Face name; tied tensors share memory."""
 
     def __init__(self, model: Model) -> None:
-        self._tensors: dict[str, torch.Tensor] = experts.split_experts(model.state_dict())
+        tensors: dict[str, torch.Tensor] = model.state_dict()
+        # Trainers outside of the system may publish the model's own names.
+        self._tensors = {**tensors, **by_file_name(tensors, names_in_files(model))}
         self.complete = False
         """True if every tensor has been loaded and no load has failed since."""
 

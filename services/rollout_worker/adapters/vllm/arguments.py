@@ -12,7 +12,10 @@ from typing import Any, get_args
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from vllm import AsyncEngineArgs, envs
 from vllm import __version__ as vllm_version
 from vllm.config import StructuredOutputsConfig, WeightTransferConfig
@@ -23,7 +26,7 @@ from vllm.platforms import current_platform
 from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, argument_error
 from rlboost.services.rollout_worker.ports import StagedAdapter
-from rlboost.shared.data.vision import FAMILIES
+from rlboost.shared.data.vision import FAMILIES, has_towers
 from rlboost.shared.errors import ConfigError, Fatal, UnsuitableWeights
 from rlboost.shared.files import replace_file
 from rlboost.shared.model.experts import is_mixture
@@ -83,7 +86,8 @@ def _architectures(config: dict[str, Any]) -> list[str]:
         return [plugin.VISION_MODELS[family]]
     if config.get("architectures"):
         return list(config["architectures"])
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if has_towers(config) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    name = names.get(family)
     if name is None:
         raise UnsuitableWeights(
             f"config.json: transformers has no causal language model of model_type {config.get('model_type')!r}: "
@@ -200,6 +204,7 @@ def engine_args(directory: Path, options: VllmOptions) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         **{
             **_own_arguments(directory, options),
+            **({"language_model_only": True} if has_towers(config) and config["model_type"] not in FAMILIES else {}),
             **(_corrections(config) if options.device == "cpu" else {}),
             **(_adapter_arguments(options) if options.max_adapters and _holds_adapters(config) else {}),
             **options.vllm_args,
@@ -216,7 +221,7 @@ def _corrections(config: Mapping[str, Any]) -> dict[str, Any]:
 def _holds_adapters(config: Mapping[str, Any]) -> bool:
     """Return True if vLLM can hold adapters of this model, and a test has shown that it computes them."""
     # With adapters, vLLM 0.32 computes experts by kernels that CPUs do not have.
-    is_tested = not is_mixture(config) and "vision_config" not in config
+    is_tested = not is_mixture(config) and not has_towers(config)
     known = ModelRegistry.models.get(config["architectures"][0]) if is_tested else None
     return known is not None and supports_lora(known.load_model_cls())
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing import parent_process
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -41,6 +44,7 @@ def register() -> None:
         from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415 - only vLLM's processes need it
 
         LinearBase._cpu_skip_gemm_dispatch = True  # noqa: SLF001 - which vLLM sets for some layers
+    replace_torchvision()
     _continue_grammars()
     parent = parent_process()
     if parent is None:
@@ -48,6 +52,17 @@ def register() -> None:
     _compute_parts_of_seeded_prompts()
     if os.environ.get(PARENT_VARIABLE) == str(parent.pid):
         threading.Thread(target=_exit_after, args=(parent,), name="exit-with-worker", daemon=True).start()
+
+
+def replace_torchvision() -> None:
+    """Where it is missing, have vLLM's models import modules of transformers without it; they get no images by these."""
+    if find_spec("torchvision") is not None:
+        return
+    for family, name in {"gemma3": "Gemma3", "pixtral": "Pixtral", "qwen2_vl": "Qwen2VL"}.items():
+        package = f"transformers.models.{family}"
+        module = import_module(f"{package}.image_processing_pil_{family}")
+        setattr(module, f"{name}ImageProcessor", getattr(module, f"{name}ImageProcessorPil"))
+        sys.modules.setdefault(f"{package}.image_processing_{family}", module)
 
 
 def _continue_grammars() -> None:

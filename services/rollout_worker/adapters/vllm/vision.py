@@ -6,10 +6,8 @@ how many tokens an image has: the processors of vLLM need files that are not pub
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,15 +20,12 @@ from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems,
 from vllm.multimodal.parse import MultiModalDataParser
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
+from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.shared.data.vision import VisionConfig, decode, image_spans, patches
 from rlboost.shared.messages.requests import MAX_IMAGE_BYTES
 
-if find_spec("torchvision") is None:
-    # vLLM's models import the one that needs it, for a function that both have.
-    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl
-
-    sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", image_processing_pil_qwen2_vl)
+plugin.replace_torchvision()
 
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration

@@ -33,6 +33,8 @@ from rlboost.services.trainer.adapters.torch.passes import (
     ValuePass,
     empty_critic,
     empty_model,
+    file_names,
+    freeze_towers,
     initial_head,
     whole_critic,
     whole_model,
@@ -55,7 +57,7 @@ from rlboost.services.trainer.adapters.torch.trainable import (
 from rlboost.services.trainer.domain.loss.function import add_sums
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import OptimizerSpec
-from rlboost.shared.model.experts import matrices, n_matrices, names_of_expert
+from rlboost.shared.model.file_names import NO_NAMES, FileNames, matrices
 from rlboost.shared.model.folder import HEAD
 
 # --- Models of transformers, whole on one rank, or sharded by FSDP2 (arXiv 2304.11277) --------------------------------
@@ -145,7 +147,12 @@ class FsdpWeightMap:
     """`WeightMap` of one rank: a range of rows of each parameter, which are whole experts if it has experts."""
 
     def __init__(
-        self, shapes: dict[str, tuple[int, ...]], rank: int, n_ranks: int, buffers: frozenset[str] = frozenset()
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        rank: int,
+        n_ranks: int,
+        buffers: frozenset[str] = frozenset(),
+        names: FileNames = NO_NAMES,
     ) -> None:
         """Map for a rank of a group that divides rows as `torch.chunk` does: its last ranks may have fewer, or none.
 
@@ -154,6 +161,7 @@ class FsdpWeightMap:
             rank: the rank's number in the group.
             n_ranks: the group's number of ranks.
             buffers: names of the tensors that every rank has whole.
+            names: their names in files.
 
         """
         self._is_first, self._buffers = rank == 0, buffers
@@ -161,7 +169,9 @@ class FsdpWeightMap:
             name: TensorSlice.whole(name, shape) if name in buffers else _rows(name, shape, rank, n_ranks)
             for name, shape in shapes.items()
         }
-        self._slices = {name: _matrices(rows) for name, rows in self._rows.items()}
+        self._n_parts = {name: len(names[name]) // shapes[name][0] for name in shapes if len(names.get(name, ())) > 1}
+        """Of tensors that are split: the number of matrices of each expert."""
+        self._slices = {name: self._in_files(rows, names.get(name, (name,))) for name, rows in self._rows.items()}
 
     def owns(self, name: str) -> bool:
         """Return True: no other rank of the group has the same rows. Its first exports buffers, which all have."""
@@ -173,35 +183,48 @@ class FsdpWeightMap:
 
     def split(self, name: str, value: Tensor) -> list[Tensor]:
         """Return the value as the only slice, or the matrices of its experts."""
-        return matrices(name, value) if n_matrices(name) else [value]
+        return matrices(value, self._n_parts[name]) if name in self._n_parts else [value]
 
     def join(self, name: str, values: list[Tensor]) -> Tensor:
         """Join the slices; the inverse of `split`."""
-        if not n_matrices(name):
+        if name not in self._n_parts:
             (value,) = values
             return value
         shape = self._rows[name].local_shape
         return torch.cat(values).reshape(shape) if values else torch.zeros(shape)
+
+    def _in_files(self, rows: TensorSlice, names: Sequence[str]) -> list[TensorSlice]:
+        """Return the rows of a tensor under its name in files, or the matrices of the experts that they are."""
+        if (n_parts := self._n_parts.get(rows.name)) is None:
+            return [rows._replace(name=names[0])]
+        n_rows, n_columns = rows.global_shape[1:]
+        of_rows = names[rows.offset[0] * n_parts : rows.end[0] * n_parts]
+        return [TensorSlice.whole(name, (n_rows // n_parts, n_columns)) for name in of_rows]
 
 
 class FsdpModel:
     """One rank's shards of some tensors: of a whole model, of one below an adapter, or of an adapter."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], mesh: DeviceMesh | None, buffers: Mapping[str, Tensor] = NO_TENSORS
+        self,
+        parameters: Mapping[str, Tensor],
+        mesh: DeviceMesh | None,
+        buffers: Mapping[str, Tensor] = NO_TENSORS,
+        names: FileNames = NO_NAMES,
     ) -> None:
         """Take the parameters of a module, which `shard` has sharded if there is a mesh.
 
         Args:
-            parameters: by the names under which they are exported; `DTensor`s on a mesh.
+            parameters: by their names in the model; `DTensor`s on a mesh.
             mesh: over which they are sharded; None if they are whole.
             buffers: those that checkpoints have.
+            names: the names under which they are exported, if those differ.
 
         """
         self._tensors = {**parameters, **buffers}
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         rank, n_ranks = (mesh["shards"].get_local_rank(), mesh["shards"].size()) if mesh is not None else (0, 1)
-        self.weight_map = FsdpWeightMap(shapes, rank, n_ranks, frozenset(buffers))
+        self.weight_map = FsdpWeightMap(shapes, rank, n_ranks, frozenset(buffers), names)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters, and the buffers that checkpoints have."""
@@ -222,9 +245,10 @@ class TrainedFsdpModel(FsdpModel):
         spec: OptimizerSpec | CriticSpec,
         mesh: DeviceMesh | None,
         buffers: Mapping[str, Tensor] = NO_TENSORS,
+        names: FileNames = NO_NAMES,
     ) -> None:
         """See `FsdpModel`; the parameters are those of `module`."""
-        super().__init__(parameters, mesh, buffers)
+        super().__init__(parameters, mesh, buffers, names)
         self._clip = spec.grad_clip
         self.trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
         """The tensors that the optimizers update."""
@@ -252,18 +276,6 @@ class TrainedFsdpModel(FsdpModel):
     def gradients(self) -> list[Tensor]:
         """Return this rank's shards of the gradients."""
         return [parameter.grad for parameter in self.trained if parameter.grad is not None]
-
-
-def _matrices(rows: TensorSlice) -> list[TensorSlice]:
-    """Return the matrices of the experts that are the rows of a fused parameter, or the rows of any other."""
-    if not (n_parts := n_matrices(rows.name)):
-        return [rows]
-    n_rows, n_columns = rows.global_shape[1:]
-    return [
-        TensorSlice.whole(name, (n_rows // n_parts, n_columns))
-        for expert in range(rows.offset[0], rows.end[0])
-        for name in names_of_expert(rows.name, expert)
-    ]
 
 
 def _rows(name: str, shape: tuple[int, ...], rank: int, n_ranks: int) -> TensorSlice:
@@ -449,11 +461,11 @@ class FsdpRank(RankEngine):
                 torch.compiler.reset()  # the code of earlier jobs counts towards torch's limit of variants
         else:
             module = empty_model(source, model["attention"], dtype, scores=settings.scores)
-        if settings.freeze_vision_tower:
-            module.base_model.visual.requires_grad_(False)
+        freeze_towers(module, all_of_them=settings.freeze_vision_tower)
         head = {HEAD: initial_head(source, settings.seed)} if settings.scores else NO_TENSORS
         self.module = module
-        self._adapter = Adapter(module, settings.lora, scores=settings.scores) if settings.lora else None
+        names = file_names(source, scores=settings.scores)
+        self._adapter = Adapter(module, settings.lora, names, scores=settings.scores) if settings.lora else None
         if self._mesh is None and settings.reference and self._adapter is None and not settings.teacher:
             self.reference = copy.deepcopy(module).requires_grad_(False)
         self._prepare(module, module)
@@ -462,12 +474,14 @@ class FsdpRank(RankEngine):
         if (adapter := self._adapter) is None:
             parameters = dict(module.named_parameters())
             return self._trainable(
-                TrainedFsdpModel(module, parameters, settings.optimizer, self._mesh, buffers), passes, initial=head
+                TrainedFsdpModel(module, parameters, settings.optimizer, self._mesh, buffers, names),
+                passes,
+                initial=head,
             )
         return self._trainable(
             TrainedFsdpModel(module, adapter.tensors, settings.optimizer, self._mesh),
             passes,
-            Frozen(FsdpModel(adapter.frozen, self._mesh, buffers), _BasePasses(passes, adapter)),
+            Frozen(FsdpModel(adapter.frozen, self._mesh, buffers, names), _BasePasses(passes, adapter)),
             adapter.initial_values(settings.seed, head),
             adapter.json,
         )
@@ -494,7 +508,8 @@ class FsdpRank(RankEngine):
             module = whole_model(source, attention, dtype).to(self._device).requires_grad_(False)
         else:
             module = self.reference
-        parameters = FsdpModel(dict(module.named_parameters()), self._mesh, saved_buffers(module))
+        names = file_names(source)
+        parameters = FsdpModel(dict(module.named_parameters()), self._mesh, saved_buffers(module), names)
         return Frozen(parameters, self._passes_of(module))
 
     def _build_critic(self, model: dict[str, Any], spec: CriticSpec) -> Trainable:
@@ -506,7 +521,8 @@ class FsdpRank(RankEngine):
         self._prepare(module, module.base_model)
         forward = ValuePass(module, dtype=self._dtype, device=torch.device(self._device), context=self._context)
         passes = FsdpForwardBackward(forward, self._mesh, self._context, NO_BALANCING)
-        trained = TrainedFsdpModel(module, dict(module.named_parameters()), spec, self._mesh, saved_buffers(module))
+        parameters, buffers, names = dict(module.named_parameters()), saved_buffers(module), file_names(source)
+        trained = TrainedFsdpModel(module, parameters, spec, self._mesh, buffers, names)
         initial = {f"head.{name}": torch.zeros(value.shape) for name, value in module.head.named_parameters()}
         return self._trainable(trained, passes, initial=initial)
 

@@ -20,10 +20,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlboost.services.trainer.adapters.torch.packing import PACKED, Packed, model_inputs, packs_rows
-from rlboost.shared.data.vision import FAMILIES, TOWER
+from rlboost.shared.data.vision import FAMILIES
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, check_targets
 from rlboost.shared.model.experts import routers_of
+from rlboost.shared.model.file_names import FileNames
 from rlboost.shared.process.modules import pip_install
 from rlboost.shared.weights.lora import config_json_of, wrapped_names
 
@@ -341,18 +342,28 @@ _HEAD = "base_model.model.score."
 _HEAD_COPY = f"{_HEAD}modules_to_save.{_NAME}.weight"
 
 
+def _towers_of(model: Any) -> str | None:
+    """Return a regular expression of the modules that a model has besides its language model; None without any."""
+    if model.config.get_text_config() is model.config:
+        return None
+    language = model.get_decoder()
+    towers = [name for name, part in model.base_model.named_children() if part is not language]
+    return rf"(.*\.)?({'|'.join(towers)})(\..*)?"
+
+
 class Adapter:
     """The adapter of one model. Creating it freezes the model's own parameters.
 
     Its tensors are float32 for any model dtype, and uninitialized: see `initial_values`.
     """
 
-    def __init__(self, model: Any, spec: LoraSpec, *, scores: bool = False) -> None:
+    def __init__(self, model: Any, spec: LoraSpec, names: FileNames, *, scores: bool = False) -> None:
         """Add an adapter to `model`, in place.
 
         Args:
             model: a transformers model, on any device, also torch's meta device.
             spec: the adapter's settings.
+            names: the names of the model's tensors in files.
             scores: True if it is a reward model, whose head is trained too.
 
         Raises:
@@ -369,7 +380,7 @@ class Adapter:
             lora_alpha=spec.alpha,
             lora_dropout=spec.dropout,
             target_modules=spec.targets if isinstance(spec.targets, str) else list(spec.targets),
-            exclude_modules=rf"(.*\.)?{TOWER}\..*" if model.config.model_type in FAMILIES else None,
+            exclude_modules=_towers_of(model),
             task_type="SEQ_CLS" if scores else "CAUSAL_LM",
         )
         check_targets(spec, shapes)
@@ -391,6 +402,11 @@ class Adapter:
                 raise ConfigError(
                     f"lora.targets: {name.removesuffix('.weight')} is not a linear layer with weights of its own: name "
                     "other modules, or all-linear"
+                )
+            if name in names:
+                raise ConfigError(
+                    f"elastic.weights: lora does not support model type {model.config.model_type}, whose files have "
+                    f"{name} under another name ({names[name][0]}): set elastic.weights: full"
                 )
         model.eval()
 

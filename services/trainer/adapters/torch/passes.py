@@ -46,10 +46,11 @@ from rlboost.services.trainer.adapters.torch.tensors import SliceReader
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.policy import value_loss
 from rlboost.services.trainer.ports.engine import PolicySettings
-from rlboost.shared.data.vision import decode, patches, rotary_positions, vision_of
+from rlboost.shared.data.vision import FAMILIES, TEXT, decode, has_towers, patches, rotary_positions, vision_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import CHUNK_LOGITS
+from rlboost.shared.model.file_names import FileNames, names_in_files
 from rlboost.shared.model.folder import HEAD, read_config, read_tensor_shapes
 from rlboost.shared.wire import I32, length
 
@@ -152,9 +153,15 @@ class LogprobPass:
             balances: whether `balance` gets gradients.
 
         Raises:
-            ConfigError: experts are replayed or balanced, and the model has no known routers.
+            ConfigError: experts are replayed or balanced, and the model has no known routers; or its output head is not
+                a layer of its own.
 
         """
+        if model.base_model is model:
+            raise ConfigError(
+                f"{type(model).__name__} has no body apart from its output head, and cannot be trained: use a model of "
+                "another family"
+            )
         self._model = model
         self._forward = model.forward
         self._packs = packs_rows(model)
@@ -474,16 +481,38 @@ def require_shapes(source: Path, shapes: Iterable[tuple[str, Sequence[int], Sequ
 
 
 def implementation_of(source: Path, attention: str) -> str | dict[str, str]:
-    """Return the attention of each part of a model: the tower of one that sees images has transformers' own."""
-    is_seeing = vision_of(read_config(source)) is not None
-    return {"": "sdpa", "text_config": attention, "vision_config": "sdpa"} if is_seeing else attention
+    """Return the attention of each part of a model: towers for images and sound have transformers' own."""
+    config = read_config(source)
+    if not has_towers(config):
+        return attention
+    parts = [key for key, value in config.items() if key.endswith("_config") and isinstance(value, dict)]
+    return {"": "sdpa", **dict.fromkeys(parts, "sdpa"), TEXT: attention}
 
 
 def class_of(source: Path, *, scores: bool = False) -> Any:
-    """Return transformers' class of the model in a directory."""
+    """Return transformers' class of the model in a directory: of one with towers, the one that has them, too."""
     if scores:
         return AutoModelForSequenceClassification
-    return AutoModelForCausalLM if vision_of(read_config(source)) is None else AutoModelForImageTextToText
+    return AutoModelForImageTextToText if has_towers(read_config(source)) else AutoModelForCausalLM
+
+
+def freeze_towers(model: Any, *, all_of_them: bool) -> None:
+    """Freeze what a model has besides its language model; of families that get images here, only if asked."""
+    if model.config.get_text_config() is model.config or (model.config.model_type in FAMILIES and not all_of_them):
+        return
+    trained = {id(one) for part in (model.get_decoder(), model.get_output_embeddings()) for one in part.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
+
+
+def file_names(source: Path, *, scores: bool = False) -> FileNames:
+    """Return the names in files of the tensors of the model in a directory, whose weights are not read.
+
+    Raises:
+        ConfigError: see `names_in_files` and `empty_model`.
+
+    """
+    return names_in_files(empty_model(source, "eager", scores=scores))
 
 
 _OPTIONS: tuple[dict[str, Any], dict[str, Any]] = {}, {"num_labels": 1}

@@ -60,7 +60,7 @@ from rlboost.services.trainer.ports.engine import (
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.files import write_error
 from rlboost.shared.job.algorithm import TEACHER, CriticSpec
-from rlboost.shared.model.experts import require_known_experts, require_mixture
+from rlboost.shared.model.experts import require_mixture
 from rlboost.shared.model.folder import (
     is_classifier,
     read_config,
@@ -181,7 +181,6 @@ class RanksPolicy(ABC):
             require_language_model(config)
         elif is_classifier(config):
             require_scores(source)
-        require_known_experts(source)
         try:
             model = self._model_arguments(source, AutoConfig.from_pretrained(source, local_files_only=True))
         except UNLOADABLE as error:
