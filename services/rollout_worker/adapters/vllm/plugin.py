@@ -44,7 +44,8 @@ def register() -> None:
         from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415 - only vLLM's processes need it
 
         LinearBase._cpu_skip_gemm_dispatch = True  # noqa: SLF001 - which vLLM sets for some layers
-    replace_torchvision()
+    if find_spec("torchvision") is None:
+        replace_torchvision()
     _continue_grammars()
     parent = parent_process()
     if parent is None:
@@ -55,9 +56,7 @@ def register() -> None:
 
 
 def replace_torchvision() -> None:
-    """Where it is missing, have vLLM's models import modules of transformers without it; they get no images by these."""
-    if find_spec("torchvision") is not None:
-        return
+    """Have vLLM's models import the modules of transformers that need only PIL; they get no images by these."""
     for family, name in {"gemma3": "Gemma3", "pixtral": "Pixtral", "qwen2_vl": "Qwen2VL"}.items():
         package = f"transformers.models.{family}"
         module = import_module(f"{package}.image_processing_pil_{family}")

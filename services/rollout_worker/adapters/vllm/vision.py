@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,7 +26,8 @@ from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.shared.data.vision import VisionConfig, decode, image_spans, patches
 from rlboost.shared.messages.requests import MAX_IMAGE_BYTES
 
-plugin.replace_torchvision()
+if find_spec("torchvision") is None:
+    plugin.replace_torchvision()
 
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
