@@ -20,7 +20,7 @@ from rlboost.services.trainer.adapters.other_models import other_models
 from rlboost.services.trainer.adapters.reward_pool import NoReward, RewardModelSource, RewardPool
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder, RewardModel
 from rlboost.services.trainer.adapters.run_log import openers
-from rlboost.services.trainer.adapters.torch.passes import classifier_of
+from rlboost.services.trainer.adapters.torch.models import classifier_of
 from rlboost.services.trainer.adapters.torch.policy import RanksPolicy, TorchPolicy
 from rlboost.services.trainer.adapters.torch.ranks import Layout
 from rlboost.services.trainer.adapters.user_code import UserCodeLog, load_loss, load_skip_function

@@ -20,7 +20,7 @@ from rlboost.services.trainer.adapters.torch.layers import (
     require_compilable,
     require_packed,
 )
-from rlboost.services.trainer.adapters.torch.passes import class_of, empty_model, implementation_of, require_shapes
+from rlboost.services.trainer.adapters.torch.models import class_of, empty_model, implementation_of, require_shapes
 from rlboost.services.trainer.adapters.torch.routing import require_routers
 from rlboost.services.trainer.domain.metrics import TrainingHardware, flops_per_token, peak_flops
 from rlboost.shared.errors import ConfigError

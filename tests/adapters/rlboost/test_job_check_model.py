@@ -16,7 +16,7 @@ from rlboost.jobs import check as jobcheck
 from rlboost.jobs.model_check import DataFindings
 from rlboost.services.trainer.adapters.data import check_teacher, load_data
 from rlboost.services.trainer.adapters.tokens import PromptTokenizer
-from rlboost.services.trainer.adapters.torch.passes import empty_model
+from rlboost.services.trainer.adapters.torch.models import empty_model
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.user_code import load_loss, load_skip_function
 from rlboost.services.trainer.ports.engine import PolicySettings

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from rlboost.services.trainer.adapters.torch.passes import whole_critic
+from rlboost.services.trainer.adapters.torch.models import whole_critic
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.function import add_sums
 from rlboost.services.trainer.ports.engine import NotFinite, PolicySettings

@@ -15,7 +15,7 @@ from trl import RewardConfig, RewardTrainer
 
 from rlboost.services.trainer.adapters.data import load_data
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder, RewardModel
-from rlboost.services.trainer.adapters.torch.passes import classifier_of, initial_head
+from rlboost.services.trainer.adapters.torch.models import classifier_of, initial_head
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.policy import PAIR_LOSS

@@ -26,11 +26,7 @@ from rlboost.services.trainer.adapters.torch.layers import (
     compile_layers,
     layers_of,
 )
-from rlboost.services.trainer.adapters.torch.packing import DUMMY_ROWS, ContextGroup
-from rlboost.services.trainer.adapters.torch.passes import (
-    LogprobPass,
-    ScorePass,
-    ValuePass,
+from rlboost.services.trainer.adapters.torch.models import (
     empty_critic,
     empty_model,
     file_names,
@@ -38,8 +34,9 @@ from rlboost.services.trainer.adapters.torch.passes import (
     initial_head,
     whole_critic,
     whole_model,
-    with_scores,
 )
+from rlboost.services.trainer.adapters.torch.packing import DUMMY_ROWS, ContextGroup
+from rlboost.services.trainer.adapters.torch.passes import LogprobPass, ScorePass, ValuePass, with_scores
 from rlboost.services.trainer.adapters.torch.ranks import Coordinates, Layout, TensorSlice
 from rlboost.services.trainer.adapters.torch.trainable import (
     MOMENTS,
