@@ -93,9 +93,9 @@ def collect_garbage_rarely() -> None:
 
     For a process with many long-lived objects and hardly any reference cycles, once it has imported its modules, whose
     scan takes 60 ms: with 100,000 samples in flight a full scan stops the manager for 100 ms. Other scans see at most
-    30,000 objects, the new ones: with four times as many they stopped a burst of requests for as long.
+    7,500 objects, the new ones: with four times as many they took as long together, and one of them up to 15 ms.
     """
-    gc.set_threshold(10_000, 1, 333)
+    gc.set_threshold(2_500, 1, 1333)
     gc.collect()
     gc.freeze()
 
