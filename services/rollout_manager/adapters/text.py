@@ -387,8 +387,9 @@ class Process:
 
     async def exchange(self, request: Sequence[bytes]) -> dict[str, Any]:
         """Return the answer to a request in parts."""
-        self._writer.write(sum(map(len, request)).to_bytes(4, "big"))
-        for part in request:
+        n_bytes = sum(map(len, request))
+        parts = [n_bytes.to_bytes(4, "big"), *request]
+        for part in [b"".join(parts)] if n_bytes <= SMALL_BODY_BYTES else parts:  # each is a call of the system
             self._writer.write(part)
             await self._writer.drain()
         return await self.receive()
