@@ -191,6 +191,7 @@ def test_no_wrong_value_is_answered_in_the_words_of_python(path: tuple[str, ...]
         ({"top_k": 8}, "top_k: unknown key: RLBoost calls it sampling.top_k"),
         ({"actor_rollout_ref": {"rollout": {"top_k": -1}}}, "rollout.top_k is sampling.top_k (there -1 for all)"),
         ({"reward": {"function": "rw.py:score"}}, "'rw.py:score' names a file: name its module, as rw:score, which"),
+        ({"reward": {"function": "rw.py"}}, "module:function, such as rw:score for score of rw.py"),
         ({"reward": {"function": "./jobs/rw.py:score"}}, "name its module, as jobs.rw:score, which"),
         ({"reward": {"function": "/home/me/rw.py:score"}}, "name its module, as rw:score, which"),
         ({"reward": {"function": "../jobs/rw:R.score"}}, "name its module, as rw:R.score, which"),
