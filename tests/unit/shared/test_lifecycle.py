@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 
 import pytest
 
 from rlboost.shared.errors import ConfigError, Retryable, WaitTimedOut
 from rlboost.shared.process import logs
-from rlboost.shared.process.lifecycle import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, LoopEnded, run_service, supervise
+from rlboost.shared.process.lifecycle import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_OK,
+    LoopEnded,
+    on_stop_signals,
+    run_service,
+    supervise,
+)
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.settings import ServiceSettings
+from tests.support.eventually import eventually
 
 
 async def until_told(stop: asyncio.Event) -> None:
@@ -80,6 +91,22 @@ def test_run_service_reports_expected_errors_in_one_line(
 
     assert run_service("a_service", ServiceSettings, main) == code
     assert capsys.readouterr().err == (f"a_service: {error}\n" if error else "")
+
+
+@pytest.mark.parametrize("by_nohup", [False, True])
+async def test_closed_terminal_stops_a_process_unless_nohup_started_it(*, by_nohup: bool) -> None:
+    seen: list[signal.Signals] = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if by_nohup else signal.SIG_DFL)
+    try:
+        on_stop_signals(seen.append)
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        await eventually(lambda: signal.SIGTERM in seen)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(signal.SIGHUP, before)
+    assert (signal.SIGHUP in seen) is not by_nohup
 
 
 async def test_waits_lists_a_wait_and_ends_it_at_its_limit() -> None:
