@@ -62,6 +62,13 @@ def on_stop_signals(handle: Callable[[signal.Signals], object]) -> None:
             asyncio.get_running_loop().add_signal_handler(number, handle, number)
 
 
+def _ignore_more_stops() -> None:
+    """Ignore SIGTERM and SIGHUP from now on: once the loop is closed, a second one would be the exit code."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
+
+
 def stop_cause(stop: asyncio.Event) -> str:
     """Return the signal that stopped the process, such as `sigterm`; `stopped` if it was none."""
     return (stop.cause if isinstance(stop, _Stop) else "") or "stopped"
@@ -152,6 +159,9 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
         except asyncio.CancelledError:
             if not running.cancelled():
                 raise
+        finally:
+            if stop.is_set():
+                _ignore_more_stops()
 
     code = EXIT_OK
     try:

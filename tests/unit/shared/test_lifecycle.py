@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -22,7 +23,7 @@ from rlboost.shared.process.lifecycle import (
 )
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.settings import ServiceSettings
-from tests.support.eventually import eventually
+from tests.support.eventually import LIMIT_S, eventually
 
 
 async def until_told(stop: asyncio.Event) -> None:
@@ -107,6 +108,40 @@ async def test_closed_terminal_stops_a_process_unless_nohup_started_it(*, by_noh
             asyncio.get_running_loop().remove_signal_handler(number)
         signal.signal(signal.SIGHUP, before)
     assert (signal.SIGHUP in seen) is not by_nohup
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_second_stop_signal_while_the_process_ends_leaves_its_exit_code(number: signal.Signals) -> None:
+    script = """
+import atexit, sys
+from rlboost.shared.process import lifecycle
+from rlboost.shared.settings import ServiceSettings
+
+lifecycle.loop_factory = lambda: None  # uvloop leaves its handlers until the interpreter removes them, after atexit
+
+async def main(_, stop):
+    print("runs", flush=True)
+    await stop.wait()
+
+def end():
+    print("ends", flush=True)
+    sys.stdin.readline()
+
+atexit.register(end)
+sys.argv = ["a_service"]
+sys.exit(lifecycle.run_service("a_service", ServiceSettings, main))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for line in ("runs\n", "ends\n"):
+            assert process.stdout.readline() == line
+            process.send_signal(number)
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert process.wait(LIMIT_S) == EXIT_OK
 
 
 async def test_waits_lists_a_wait_and_ends_it_at_its_limit() -> None:
