@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import TypeVar
 
 from rlboost.shared.errors import ConfigError
@@ -152,5 +153,6 @@ def run_in_thread(name: str, work: Callable[[], T]) -> asyncio.Future[T]:
         except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    # With the context, so that log lines have its fields, such as `job`.
+    threading.Thread(target=copy_context().run, args=(run,), name=name, daemon=True).start()
     return asyncio.wrap_future(outcome)

@@ -428,7 +428,8 @@ def _started(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.so
 
 def main() -> None:
     """Answer requests on standard input until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the manager ends this process
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal; the manager ends this process
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     models: OrderedDict[str, ModelFiles] = OrderedDict()
