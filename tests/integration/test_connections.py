@@ -143,7 +143,8 @@ async def test_server_of_a_command_closes_silent_connections_and_ends_at_a_signa
                     return await asyncio.open_connection("127.0.0.1", port)
                 return None
 
-            assert (found := await eventually(opened))
+            found = await eventually(opened)
+            assert found is not None
             reader, writer = found
             assert await closed(reader) == b""
             writer.close()
