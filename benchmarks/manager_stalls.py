@@ -373,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each case")
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--sessions", type=int, default=2000)
-    parser.add_argument("--turns", type=int, default=24, help="of the sessions that make calls, before measuring")
+    parser.add_argument("--turns", type=int, default=16, help="of the sessions that make calls, before measuring")
     parser.add_argument("--prompt-mb", type=float, default=20.0)
     parser.add_argument("--places", type=int, default=0, help="of how many stalls to print where they were")
     print_table(measure(parser.parse_args(arguments)))

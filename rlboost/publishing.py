@@ -74,10 +74,16 @@ def weights_of_folders(adapter: str | Path, model: str | Path) -> Weights:
         OSError, ValueError: the adapter's folder cannot be read.
 
     """
+    from safetensors import SafetensorError  # noqa: PLC0415 - a library of those who load models
     from safetensors.torch import load_file  # noqa: PLC0415 - imports torch
 
-    config = json.loads(Path(adapter, "adapter_config.json").read_text(encoding="utf-8"))
-    tensors = load_file(Path(adapter, "adapter_model.safetensors"))
+    files = [Path(adapter, name) for name in ("adapter_config.json", "adapter_model.safetensors")]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise FileNotFoundError(f"it has no file {missing[0]}")
+    try:
+        config, tensors = json.loads(files[0].read_text(encoding="utf-8")), load_file(files[1])
+    except SafetensorError as error:
+        raise ValueError(f"{files[1].name}: {error}") from error
     return Weights(str(model), _config_json(str(model), None), tensors, json.dumps(config, sort_keys=True))
 
 

@@ -470,11 +470,12 @@ def detect_style(function: Callable[..., Any], arguments: Mapping[str, Any], sty
         # The data may have further columns that the function requires, so only surplus arguments are an error.
         signature.bind_partial(**dict.fromkeys((*parameters, *arguments)))
     except TypeError as error:
+        hint = "; add **columns, which takes what it does not use" if arguments.keys() <= takes else ""
         raise InvalidUserFunction(
             f"it takes {signature}, which fits neither TRL's (prompts, completions, completion_ids, **columns) nor "
             f"verl's (data_source, solution_str, ground_truth, extra_info): {error}"
             if style == "trl" and takes.isdisjoint(TRL_ARGUMENTS)
-            else f"it takes {signature}, but is called with {', '.join((*parameters, *arguments))}: {error}"
+            else f"it takes {signature}, but is called with {', '.join((*parameters, *arguments))}: {error}{hint}"
         ) from error
     return style
 
@@ -542,9 +543,8 @@ def ground_truth(row: Mapping[str, Any]) -> Any:
     model = row.get("reward_model")
     if isinstance(model, Mapping) and "ground_truth" in model:
         return model["ground_truth"]
-    for name in TRUTH_COLUMNS:
-        if name in row:
-            return row[name]
+    if found := [row[name] for name in TRUTH_COLUMNS if name in row]:
+        return next((value for value in found if value is not None), None)
     raise KeyError(f"the data has no column reward_model.ground_truth, {', '.join(TRUTH_COLUMNS)}")
 
 

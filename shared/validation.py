@@ -91,7 +91,7 @@ _MESSAGES = {
 def _function_path(value: str) -> str:
     module, _, name = value.partition(":")
     if not module or not name:
-        raise ValueError(f"{value!r} is not of the form package.module:function")
+        raise ValueError(f"{value!r} is not of the form package.module:function, such as rw:score for score of rw.py")
     if "/" in module or module.endswith(".py"):
         parts = [part for part in module.removesuffix(".py").split("/") if part != "."]
         inner = parts[-1:] if {"", "..", "~"} & {*parts} else parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -43,7 +42,7 @@ def agents(
     import asyncio  # noqa: PLC0415 - keeps --help quick
 
     from rlboost.agents.host import Host  # noqa: PLC0415 - likewise
-    from rlboost.shared.process.lifecycle import loop_factory  # noqa: PLC0415 - likewise
+    from rlboost.shared.process.lifecycle import loop_factory, on_stop_signals  # noqa: PLC0415 - likewise
     from rlboost.shared.user_code import describe_import_error, load  # noqa: PLC0415 - likewise
 
     endpoint = requested_endpoint(url, token, state)
@@ -57,8 +56,7 @@ def agents(
 
     async def run() -> None:
         stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        on_stop_signals(lambda _: stop.set())
         async with host:
             await host.run(stop)
 

@@ -365,14 +365,17 @@ def profile(
 def _act(
     action: Literal["pause", "resume", "cancel"], job: str, state: Path, effect: str, goal: str, *, as_json: bool
 ) -> None:
-    """Request an action on a job, and print its effect, or that the job is in the goal state already."""
+    """Request an action on a job, and print its effect, or that the job stays in the goal state.
+
+    It stays so, also if the opposite action was requested and has not been carried out.
+    """
     with connect(state) as client:
         found = client.jobs.find(job)
         answer = getattr(client.jobs, action)(found["id"])
     if as_json:
         print_json(answer)
     else:
-        echo(f"{found['id']} is already {goal}" if found["state"] == goal else f"{found['id']} {effect}")
+        echo(f"{found['id']} {f'is {goal} and stays so' if found['state'] == goal else effect}")
 
 
 # --- `rlboost ps`: local processes, jobs and workers ------------------------------------------------------------------

@@ -233,11 +233,10 @@ def gateway(
     RLBOOST_GATEWAY_API_KEY is the key that clients need; without one, only this machine may connect.
     """
     require_packages(*SERVICE_PACKAGES)
-    import uvicorn  # noqa: PLC0415 - keeps --help quick
-
-    from rlboost.fleet import AsyncFleet  # noqa: PLC0415 - likewise
+    from rlboost.fleet import AsyncFleet  # noqa: PLC0415 - keeps --help quick
     from rlboost.gateway.gateway import Gateway  # noqa: PLC0415 - likewise
     from rlboost.gateway.vllm_routes import create_app  # noqa: PLC0415 - likewise
+    from rlboost.shared.http.server import serve  # noqa: PLC0415 - likewise
 
     api_key = clean_secret("RLBOOST_GATEWAY_API_KEY", os.environ.get("RLBOOST_GATEWAY_API_KEY", ""))
     if host not in {"127.0.0.1", "::1", "localhost"} and not api_key:
@@ -246,13 +245,7 @@ def gateway(
         )
     url, token = endpoint(state)
     fleet = AsyncFleet(url, token, job=job, model=model, replace=replace, trainer="gateway")
-    uvicorn.run(
-        create_app(Gateway(fleet, url, token, model), api_key, host),
-        host=host,
-        port=port,
-        log_level="warning",
-        timeout_keep_alive=75,
-    )
+    serve(create_app(Gateway(fleet, url, token, model), api_key, host), host, port)
 
 
 def tinker(  # noqa: PLR0913, PLR0917 - the command's options
@@ -276,10 +269,10 @@ def tinker(  # noqa: PLR0913, PLR0917 - the command's options
     """
     require_packages(*SERVICE_PACKAGES, "peft")
     import torch  # noqa: PLC0415 - keeps --help quick
-    import uvicorn  # noqa: PLC0415 - likewise
 
     from rlboost.client import Client  # noqa: PLC0415 - likewise
     from rlboost.fleet import AsyncFleet  # noqa: PLC0415 - likewise
+    from rlboost.shared.http.server import serve  # noqa: PLC0415 - likewise
     from rlboost.tinker.model import LoraModel  # noqa: PLC0415 - likewise
     from rlboost.tinker.routes import API_KEY, KEY_PREFIX, create_app  # noqa: PLC0415 - likewise
     from rlboost.tinker.server import Tinker  # noqa: PLC0415 - likewise
@@ -296,7 +289,7 @@ def tinker(  # noqa: PLR0913, PLR0917 - the command's options
     fleet = AsyncFleet(url, token, job=job, model=model, replace=replace, **options)
     with Client(url, token) as client:
         served = Tinker(fleet, client, base, name or model, folder, price_per_hour)
-        uvicorn.run(create_app(served, api_key, host), host=host, port=port, log_level="warning", timeout_keep_alive=75)
+        serve(create_app(served, api_key, host), host, port)
 
 
 # --- Registration -----------------------------------------------------------------------------------------------------

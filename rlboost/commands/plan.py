@@ -334,7 +334,10 @@ def _show_fit(model: str, tokens: int, image_tokens: int | None, *, as_json: boo
     ]
     print_table("", columns, rows)
     echo(f"worker with vLLM, samples of {tokens:,} tokens at a time:")
-    print_table("", ("", ""), [(gpu, f"{n:,}" if n else "-") for gpu, n in found.samples.items()])
+    held = [
+        (gpu, *(f"{n:,}" if n else "-" for n in (found.samples[gpu], found.samples_fp8[gpu]))) for gpu in found.samples
+    ]
+    print_table("", ("", "bfloat16", "fp8"), held)
 
 
 # --- Registration -----------------------------------------------------------------------------------------------------

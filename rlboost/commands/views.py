@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -296,6 +295,7 @@ def trace(state: StateOption = DEFAULT_STATE) -> None:
     import asyncio  # noqa: PLC0415 - keeps --help quick
 
     require_packages("opentelemetry.exporter.otlp.proto.http", extra="otel")
+    from rlboost.shared.process.lifecycle import on_stop_signals  # noqa: PLC0415 - likewise
     from rlboost.shared.redis.bus import connect  # noqa: PLC0415 - likewise
     from rlboost.tracing import OtlpTraces, follow  # noqa: PLC0415 - keeps --help quick
 
@@ -304,8 +304,7 @@ def trace(state: StateOption = DEFAULT_STATE) -> None:
     async def run() -> None:
         stop = asyncio.Event()
         bus = await connect(redis_url, "trace")
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        on_stop_signals(lambda _: stop.set())
         echo("rlboost: sending traces; stop with Ctrl-C", err=True)
         try:
             await follow(bus, OtlpTraces(stop).send, stop)

@@ -37,6 +37,10 @@ START_LIMIT_S = 60.0
 PING_LIMIT_S = 5.0
 """How long a server may take to answer a ping, after a call that exceeds its limit."""
 _END_LIMIT_S = 10.0
+MAX_TOOLS = 4096
+"""Of one server: each is a text in every prompt."""
+MAX_PAGES = 64
+"""Answers in which a server may list its tools."""
 
 _LOCK = threading.Lock()
 
@@ -119,12 +123,16 @@ class McpServer:
     async def _list(self) -> list[dict[str, Any]]:
         connection = await self._connected()
         listed, cursor = list[dict[str, Any]](), None
-        while True:
+        for _ in range(MAX_PAGES):
             params = None if cursor is None else connection.mcp.types.PaginatedRequestParams(cursor=cursor)
             page = _as_json(await self._answer(connection, connection.session.list_tools(params=params), START_LIMIT_S))
             listed += page["tools"]
+            if len(listed) > MAX_TOOLS:
+                break
             if not (cursor := page.get("nextCursor")):
                 return listed
+        connection.close()
+        raise ToolUnavailable(f"{self} lists more than {MAX_TOOLS} tools, or in more than {MAX_PAGES} answers")
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         connection = await self._connected()

@@ -19,6 +19,10 @@ from rlboost.shared.job.environment import Message, Step, ToolUnavailable, run_p
 from rlboost.shared.model.tool_calls import Call, CallStyle, guessed_style, read_calls
 from rlboost.shared.user_code import describe_error
 
+MAX_RESULT_CHARACTERS = 1 << 20
+"""The longest results that a model gets for the calls of one turn: more fit no context, and tokenizing them takes
+hundreds of bytes for each character."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -103,7 +107,14 @@ class ToolEnvironment:
             return Step(reward=await run_plain(partial(self.score, text)), done=True)
         self.n_calls += len(calls)
         self._warning = self._misnamed
-        return Step([await self._answer(call, style) for call in calls], warning=self._warning)
+        answers, left = list[dict[str, Any]](), MAX_RESULT_CHARACTERS
+        for call in calls:
+            answer = await self._answer(call, style)
+            if (n := len(answer["content"])) > left:
+                answer = _message(call, f"error: the result has {n} characters, and {left} are left: ask for less")
+            answers.append(answer)
+            left -= n if n <= left else 0
+        return Step(answers, warning=self._warning)
 
     def score(self, text: str) -> float:
         """Return the reward of a conversation that ends with this turn; 0 unless overridden."""

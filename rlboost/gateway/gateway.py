@@ -53,7 +53,10 @@ _EVENT = b"data: "
 
 
 def _has_weights(folder: str) -> bool:
-    return any(Path(folder).glob("*.safetensors"))
+    files = list(Path(folder).glob("*.safetensors"))
+    if unusual := [file for file in files if not file.is_file()]:
+        raise Refused(400, f"{unusual[0]} is no file: a pipe, say, would be waited for without end")
+    return bool(files)
 
 
 def _with_config(folder: str, model: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -352,7 +353,7 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore, devices: De
 
 
 def _check(spec: JobSpec, on_part: Callable[[str], None], devices: DeviceSummary | None) -> Found:
-    found: list[str | None] = [_model(spec.model), _resume(spec.trainer)]
+    found: list[str | None] = [_model(spec.model), _resume(spec.trainer, spec.steps)]
     if spec.held_teacher:
         found.append(_model(spec.held_teacher, TEACHER))
     found += [_reward_model(part.model) for part in spec.reward_parts if part.model]
@@ -513,10 +514,15 @@ def _judges(spec: GeneratingJob, seen: _Seen) -> Iterator[str]:
         yield from [problem for problem in problems if problem][:1]
 
 
-def _resume(trainer: TrainerSpec) -> str | None:
+def _resume(trainer: TrainerSpec, steps: int) -> str | None:
     place = trainer.resume
-    if not trainer.starts_from_checkpoint or "://" in place or Path(place).exists():
+    if not trainer.starts_from_checkpoint or "://" in place:
         return None
+    if (folder := Path(place)).exists():
+        names = [path.name for path in (folder, *folder.glob("checkpoints/*"))]
+        done = max((int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d+)", name))), default=0)
+        nothing_left = f"trainer.resume: {place} has {done} steps, and steps is {steps}: raise steps above {done}"
+        return nothing_left if done >= steps else None
     return MissingHere(
         f"trainer.resume: there is no {place}: give auto, never, or another job's folder (.rlboost/runs/JOB) or one of "
         "its checkpoints"

@@ -506,9 +506,13 @@ def lora_gib(size: ModelSize, tokens: int, lora: LoraSpec, image_tokens: int | N
     return update.total / _GIB + _CONTEXT_GIB
 
 
-def n_samples(size: ModelSize, tokens: int, gib: float) -> int:
-    """Return how many samples of this many tokens a worker's KV cache holds next to bfloat16 weights."""
-    free = gib * _UTILIZATION - _CONTEXT_GIB - 2 * size.total / _GIB
+def n_samples(size: ModelSize, tokens: int, gib: float, *, fp8: bool = False) -> int:
+    """Return how many samples of this many tokens a worker's KV cache holds next to bfloat16 weights.
+
+    With `fp8`, all weights but embeddings, the output head and a vision tower have one byte.
+    """
+    n_bytes = 2 * size.total - fp8 * size.layers * size.layer
+    free = gib * _UTILIZATION - _CONTEXT_GIB - n_bytes / _GIB
     # `size.key` is the size of all key heads.
     return max(int(free * _KV_FILL * _GIB / (kv_token_bytes(size.layers, 1, size.key) * tokens)), 0)
 
@@ -542,6 +546,8 @@ class ModelFit(NamedTuple):
     variants: list[Variant]
     samples: dict[str, int]
     """GPU of a worker -> samples that its KV cache holds; 0: the model does not fit."""
+    samples_fp8: dict[str, int]
+    """The same with weights that vLLM quantizes to fp8."""
 
 
 def fit_of(config: Mapping[str, Any], tokens: int, image_tokens: int | None = None) -> ModelFit:
@@ -570,8 +576,10 @@ def fit_of(config: Mapping[str, Any], tokens: int, image_tokens: int | None = No
         ),
         _variant(f"LoRA of rank {lora.rank}, 1 GPU", lora_gib(size, tokens, lora, n_of_images), adapted),
     ]
-    samples = {name: n_samples(size, tokens, gib) for name, gib in GPUS.items()}
-    return ModelFit(size.total, size.active, tokens, n_of_images, found, samples)
+    samples, fp8 = (
+        {name: n_samples(size, tokens, gib, fp8=fp8) for name, gib in GPUS.items()} for fp8 in (False, True)
+    )
+    return ModelFit(size.total, size.active, tokens, n_of_images, found, samples, fp8)
 
 
 def _variant(name: str, gib: float, model: TrainedModel, gpus: int = 1) -> Variant:

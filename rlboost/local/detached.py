@@ -19,7 +19,7 @@ from rlboost.local.cluster import LocalCluster
 from rlboost.local.state import Config, StateDir
 from rlboost.local.supervisor import ClusterEvent
 from rlboost.shared.errors import ConfigError, Fatal
-from rlboost.shared.process.lifecycle import EXIT_CONFIG
+from rlboost.shared.process.lifecycle import EXIT_CONFIG, on_stop_signals
 from rlboost.terminal import echo
 
 _STOP_LIMIT_S = 60.0
@@ -131,11 +131,10 @@ def stop(state: StateDir) -> bool:
 
 
 def cancel_on_signals() -> None:
-    """Cancel the calling task at SIGINT, SIGTERM and SIGHUP: the first signal stops everything in order."""
+    """Cancel the calling task at a stop signal: the first signal stops everything in order."""
     task = asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    on_stop_signals(lambda _: task.cancel())
 
 
 # --- Run a local system in the foreground until a signal --------------------------------------------------------------

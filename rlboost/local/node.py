@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from rlboost.local.spec_file import NodeSpec
 from rlboost.local.state import StateDir
 from rlboost.local.supervisor import ClusterEvent, EventKind, Supervisor
 from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.process.lifecycle import on_stop_signals
 
 _PREFIX = "RLBOOST_WORKER_"
 _FINAL: frozenset[EventKind] = frozenset({"left", "refused", "gave_up"})
@@ -142,8 +142,7 @@ async def _serve(
         if not running:
             end.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, end.set)
+    on_stop_signals(lambda _: end.set())
     with state.owned():
         async with asyncio.TaskGroup() as tasks:
             supervisor = Supervisor(state, tasks, watch)

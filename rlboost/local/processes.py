@@ -31,6 +31,8 @@ STARTING_ORDER: tuple[tuple[ProcessRole, ...], ...] = (
 """Each stage starts when the previous stage is ready; stopping uses the reverse order."""
 
 _LIGHT_LIMIT_S = 60.0
+_REDIS_LIMIT_S = 600.0
+"""It loads its file first: a gigabyte takes seconds, and more on a slow disk."""
 _KIND = "local"
 """Kind of the workers that autoscaling counts, unless the settings name one."""
 _TORCH_LIMIT_S = 180.0
@@ -168,7 +170,10 @@ def reserved_names(options: LocalOptions) -> list[str]:
 def spec_of(context: LaunchContext, name: str, role: ProcessRole) -> ProcessSpec:
     """Return the real process: Redis, or `python -m rlboost.services.<role>`."""
     if role == "redis":
-        return ProcessSpec(name, role, context.redis_argv, context.log_of(name), ready=RedisReady(context.redis_url))
+        ready = RedisReady(context.redis_url)
+        return ProcessSpec(
+            name, role, context.redis_argv, context.log_of(name), ready=ready, ready_limit_s=_REDIS_LIMIT_S
+        )
     module = "rollout_worker" if role in ("reserved", "preemptible") else _MODULES[role]
     heavy = role not in ("weight_store", "manager", "standby")
     # A worker is ready only with a job's weights; before the first job, joining and answering is enough.

@@ -183,7 +183,9 @@ class Child:
     def output(self, n_lines: int) -> list[str]:
         """Return the last lines of its output."""
         with self.spec.log.open("rb") as log:
-            log.seek(max(self._log_offset, log.seek(0, os.SEEK_END) - 64 * 1024))
+            end = log.seek(0, os.SEEK_END)
+            began = self._log_offset if self._log_offset <= end else 0  # truncated, as by logrotate
+            log.seek(max(began, end - 64 * 1024))
             lines = log.read().decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()][-n_lines:]
 

@@ -26,7 +26,7 @@ from rlboost.shared.http import server
 from rlboost.shared.process.lifecycle import run_service, supervise
 from rlboost.shared.process.system import collect_garbage_rarely
 from rlboost.shared.redis.bus import RedisBus, connect
-from rlboost.shared.redis.durability import durability, refusal
+from rlboost.shared.redis.durability import CLUSTER, durability, refusal
 from rlboost.shared.streams.job_logs import log_sender
 
 log = structlog.get_logger(__name__)
@@ -87,6 +87,8 @@ async def _check_durability(bus: RedisBus, config: Settings) -> None:
 
     """
     found = await durability(bus)
+    if found.is_cluster:
+        raise ConfigError(f"Redis at {bus.address}: {CLUSTER}")
     if found.losses and config.redis_durability == "required":
         raise ConfigError(refusal(found.losses, bus.address))
     for text in (*found.losses, *found.warnings):

@@ -348,6 +348,10 @@ class WorkerIdentities:
 # --- joining ----------------------------------------------------------------------------------------------------------
 
 
+_LOGGED_REFUSALS = 1_000
+"""Maximum number of refused workers that are remembered as logged."""
+
+
 class JoinRequest(BaseModel):
     """A worker that wants to join."""
 
@@ -376,20 +380,27 @@ class JoinAnswer(JoinAddresses):
     peer_key: str = Field(description="signs requests for weights to other workers")
 
 
-def check_protocol(protocol: int) -> None:
-    """Reject a worker with another protocol.
+def check_protocol(protocol: int, name: str = "") -> None:
+    """Reject a worker with another protocol, and log it once if a worker of this name joins.
 
     Raises:
         Problem: it must be updated, or the manager.
 
     """
     if protocol != PROTOCOL:
-        raise Problem(
-            409,
-            "Protocol mismatch",
-            f"the worker speaks protocol {protocol} and this manager {PROTOCOL}: install the same version of "
-            "rlboost on both",
+        reason = (
+            f"the worker speaks protocol {protocol} and this manager {PROTOCOL}: install the same version of rlboost "
+            "on both"
         )
+        if name:
+            _log_refused(name, reason)
+        raise Problem(409, "Protocol mismatch", reason)
+
+
+@lru_cache(maxsize=_LOGGED_REFUSALS)
+def _log_refused(name: str, reason: str) -> None:
+    """Log a worker that may not join, once: supervisors restart it again and again."""
+    log.warning("worker_refused", name=name, reason=reason)
 
 
 def join_addresses(settings: Settings) -> JoinAddresses:

@@ -2,7 +2,7 @@
 
 Consumes: new tokens in the ledger, announced by `notify` after each turn of the loop, and refusals.
 Produces: chunks of completions, and which samples clients have received in full or abandoned.
-Waits for: the next `notify`, in `follow`.
+Waits for: the next `notify`, in `follow`; a client that gets its completions whole is woken when one of them ends.
 Ends when: all members of the group have ended, or with an error when no more tokens will come.
 
 Waiters hold no tokens: what a client has not received is read from the ledger at the client's position. Tokens in the
@@ -40,7 +40,9 @@ from rlboost.shared.wire import I32, TOP, floats, ints
 MAX_CHUNK_TOKENS = 128
 """A chunk is detokenized at once, which blocks the manager's loop."""
 IDLE_S = 1.0
-"""How often `follow` yields None while there is nothing new."""
+"""How often `follow` yields None while there is nothing new for a client that follows the tokens."""
+WHOLE_IDLE_S = 30.0
+"""How often it looks whether a request has expired whose client gets its completions whole: there may be thousands."""
 EXPIRY_SLACK_S = 30.0
 """How long after its expiry a request fails that the loop has not ended, because Redis is unavailable."""
 
@@ -80,23 +82,43 @@ class Waiter:
     request: GroupRequested
     resumable: bool
     """True if the client may reconnect and continue."""
-    request_waiters: list[Waiter] = field(repr=False)
-    """The waiters of all groups of the client's request, in the order of its prompts."""
     world: World
     open: dict[int, int]
     """Member whose end the client has not received -> number of its tokens that the client has received."""
     changed: asyncio.Event
     """Shared by the waiters of the client's request."""
+    whole: bool = False
+    """True if the client gets each completion when it has ended, False if it follows the tokens."""
     admitted: bool = False
-    progress: int = -1
+    progress: int = 0
     error: Exception | None = None
     """Why no more tokens will come."""
     delivered: SampleFinished | None = None
     """The end of a session's turn, which leaves the ledger with it."""
 
+    @classmethod
+    def of_ended(cls, request: GroupRequested, world: World) -> Waiter:
+        """Return one, without others, for a session's turn that has ended; see `end`."""
+        return cls(request, True, world, {0: 0}, asyncio.Event())
+
+    def end(self, end: SampleFinished | SampleDropped) -> None:
+        """Take the end of a session's turn."""
+        if isinstance(end, SampleFinished):
+            self.delivered = end
+        else:
+            self.error = CompletionFailed(end.reason)
+
     def sample(self, member: int) -> Sample | None:
         """Return a member's sample in the ledger."""
         return self.world.ledger.samples.get(self.request.group + member)
+
+    def has_new(self, member: int) -> bool:
+        """Return True if there is a part of a member that its client gets now."""
+        if self.delivered is not None:
+            return True
+        if (sample := self.sample(member)) is None:
+            return False
+        return bool(sample.finish) or (sample.n_tokens > self.open[member] and not self.whole)
 
 
 class CompletionWaiters:
@@ -112,33 +134,50 @@ class CompletionWaiters:
         """Return the number of samples that clients wait for, other than turns of sessions."""
         return sum(len(waiter.open) for waiter in self._waiters.values() if not waiter.request.session)
 
-    def register(self, groups: Sequence[GroupRequested], world: World, *, resumable: bool) -> list[Waiter]:
-        """Wait for groups that are requested next, or were requested before; replaces earlier waiters."""
+    def register(
+        self, groups: Sequence[GroupRequested], world: World, *, resumable: bool, whole: bool = False
+    ) -> list[Waiter]:
+        """Wait for groups that are requested next, or were requested before; replaces earlier waiters.
+
+        Args:
+            groups: of one client's request, in the order of its prompts.
+            world: the manager's.
+            resumable: whether the client may reconnect and continue.
+            whole: whether the client gets each completion when it has ended.
+
+        """
         waiters: list[Waiter] = []
         changed = asyncio.Event()
         for request in groups:
             if previous := self._waiters.pop(request.group, None):
                 previous.error = CompletionUnavailable("the same request was sent again, which receives the response")
                 previous.changed.set()
-            waiter = Waiter(request, resumable, waiters, world, dict.fromkeys(range(request.n), 0), changed)
+            waiter = Waiter(request, resumable, world, dict.fromkeys(range(request.n), 0), changed, whole)
             waiters.append(waiter)
             self._waiters[request.group] = waiter
             self.clients.attended.add(request.group)
             self.clients.gone.pop(request.group, None)
         return waiters
 
-    def complete(self, waiter: Waiter, member: int) -> None:
+    def complete(self, waiters: Sequence[Waiter], index: int, member: int) -> None:
         """Record that the client has received all it needs of a member.
 
         A client of a resumable request may reconnect, and then needs all completions: they end together, with the last.
+
+        Args:
+            waiters: the waiters of its request.
+            index: of the member's waiter.
+            member: its number.
+
         """
+        waiter = waiters[index]
         del waiter.open[member]
         if waiter.request.session:
             return  # it is delivered to the trainer, whatever its agent needs
         if not waiter.resumable:
             self.clients.satisfied.add(waiter.request.group + member)
-        elif not any(one.open for one in waiter.request_waiters):
-            groups = [one.request for one in waiter.request_waiters]
+        elif not any(one.open for one in waiters):
+            groups = [one.request for one in waiters]
             self.clients.satisfied.update(group.group + i for group in groups for i in range(group.n))
 
     def unregister(self, waiter: Waiter) -> None:
@@ -152,7 +191,9 @@ class CompletionWaiters:
             self.clients.gone[group] = waiter.request
 
     async def follow(self, waiters: Sequence[Waiter]) -> AsyncGenerator[tuple[int, CompletionChunk] | None]:
-        """Yield (index of the waiter, new chunk) until all members have ended, and None after `IDLE_S` without one.
+        """Yield (index of the waiter, new chunk) until all members have ended.
+
+        None follows after `IDLE_S` without one, or `WHOLE_IDLE_S` for a client that gets its completions whole.
 
         Args:
             waiters: the waiters of one request.
@@ -162,30 +203,26 @@ class CompletionWaiters:
             CompletionFailed: it cannot be generated.
 
         """
-        changed = waiters[0].changed
+        changed, idle_s = waiters[0].changed, WHOLE_IDLE_S if waiters[0].whole else IDLE_S
         # The turn of a session does not expire.
         limit = max(waiter.request.expires_at or math.inf for waiter in waiters) + EXPIRY_SLACK_S
         while any(waiter.open for waiter in waiters):
-            await self._turnstile.enter()
             changed.clear()
-            chunks = [
-                (i, chunk)
-                for i, waiter in enumerate(waiters)
-                for member in list(waiter.open)
-                if (chunk := next_chunk(waiter, member))
-            ]
-            for i, chunk in chunks:
-                yield i, chunk
-                if chunk.member in waiters[i].open and chunk.finish:
-                    self.complete(waiters[i], chunk.member)
-            if chunks:
+            new = [(i, member) for i, waiter in enumerate(waiters) for member in waiter.open if waiter.has_new(member)]
+            for i, member in new:
+                await self._turnstile.enter()
+                if chunk := next_chunk(waiters[i], member):
+                    yield i, chunk
+                    if member in waiters[i].open and chunk.finish:
+                        self.complete(waiters, i, member)
+            if new:
                 continue
             if error := next((waiter.error for waiter in waiters if waiter.open and waiter.error), None):
                 raise error
             if time.time() > limit:
                 raise CompletionUnavailable("the request has expired, and Redis is unavailable")
             try:
-                async with asyncio.timeout(IDLE_S):
+                async with asyncio.timeout(idle_s):
                     await changed.wait()
             except TimeoutError:
                 yield None
@@ -197,10 +234,11 @@ class CompletionWaiters:
         for waiter in list(self._waiters.values()):
             waiter.world = world
             samples = [sample for member in waiter.open if (sample := waiter.sample(member))]
-            progress = sum(sample.n_tokens + (sample.finish != FINISH_NONE) for sample in samples)
+            tokens = 0 if waiter.whole else sum(sample.n_tokens for sample in samples)
+            progress = tokens + sum(sample.finish != FINISH_NONE for sample in samples)
             waiter.admitted = waiter.admitted or bool(samples)
             if waiter.delivered is not None:
-                progress = -2
+                progress = -1
             elif waiter.admitted:
                 if len(samples) < len(waiter.open):
                     waiter.error = waiter.error or CompletionUnavailable("the request was ended by the manager")
@@ -228,12 +266,9 @@ class CompletionWaiters:
                 case Refuse(sample, reason, is_retryable):
                     if waiter := self._waiters.get(group_of(sample)):
                         waiter.error = CompletionUnavailable(reason) if is_retryable else CompletionFailed(reason)
-                case Deliver(_, SampleFinished() as end):
+                case Deliver(_, (SampleFinished() | SampleDropped()) as end):
                     if waiter := self._waiters.get(end.sample):
-                        waiter.delivered = end
-                case Deliver(_, SampleDropped() as end):
-                    if waiter := self._waiters.get(end.sample):
-                        waiter.error = CompletionFailed(end.reason)
+                        waiter.end(end)
                 case _:
                     pass
 
@@ -253,7 +288,7 @@ def next_chunk(waiter: Waiter, member: int) -> CompletionChunk | None:
         chunk = chunk_of(waiter.delivered, n_received)
         waiter.open[member] += len(chunk.tokens)
         return chunk
-    if sample is None or (sample.n_tokens <= n_received and not sample.finish):
+    if sample is None or not waiter.has_new(member):
         return None
     part = slice(n_received * TOKEN_BYTES, (n_received + MAX_CHUNK_TOKENS) * TOKEN_BYTES)
     tokens, logprobs = ints(bytes(sample.tokens[part]), I32), floats(bytes(sample.logprobs[part]))
@@ -265,10 +300,9 @@ def next_chunk(waiter: Waiter, member: int) -> CompletionChunk | None:
 
 def chunk_of(turn: SampleFinished, n_received: int = 0) -> CompletionChunk:
     """Return the next part of a finished turn of a session."""
-    part = slice(n_received, n_received + MAX_CHUNK_TOKENS)
-    tokens, logprobs = ints(turn.tokens), floats(turn.logprobs)
-    finish = turn.finish if part.stop >= len(tokens) else None
-    return CompletionChunk(0, tokens[part], logprobs[part], finish, turn.spans)
+    part = slice(n_received * TOKEN_BYTES, (n_received + MAX_CHUNK_TOKENS) * TOKEN_BYTES)
+    finish = turn.finish if part.stop >= len(turn.tokens) else None
+    return CompletionChunk(0, ints(turn.tokens[part]), floats(turn.logprobs[part]), finish, turn.spans)
 
 
 def _top_logprobs(sample: Sample, start: int, n: int) -> list[list[tuple[int, float]]]:

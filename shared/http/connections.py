@@ -178,6 +178,15 @@ class LimitedProtocol(asyncio.Protocol):
         self._is_in_head = False
         super().on_headers_complete()  # type: ignore[misc]
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Drop what follows a chunked body: uvicorn would add it to the request's headers, without a limit."""
+        if self._is_in_head:
+            super().on_header(name, value)  # type: ignore[misc]
+            return
+        self._n_head += len(name) + len(value) + 4
+        if self._n_head > MAX_HEAD_BYTES:
+            self.abort()
+
     def is_overdue(self, now: float) -> bool:
         n_unsent = self.transport.get_write_buffer_size()
         if n_unsent != self._n_unsent:

@@ -250,6 +250,40 @@ def bind(host: str, port: int, given_by: str = "") -> socket.socket:
     return sock
 
 
+def _limited_config(app: FastAPI, connections: Connections, **options: Any) -> uvicorn.Config:
+    """Return how uvicorn serves an app, with limits of its connections, which are to be swept."""
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S, ws="none", **options
+    )
+    config.load()
+    protocol: Any = config.http_protocol_class
+    config.http_protocol_class = limited(protocol, connections)
+    return config
+
+
+def serve(app: FastAPI, host: str, port: int) -> None:
+    """Serve an app until a signal, in a process that does nothing else; exit with 3 if it does not start."""
+    server = _Swept(app, host, port)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run()
+    if not server.started:
+        raise SystemExit(3)
+
+
+class _Swept(uvicorn.Server):
+    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+        self._connections = Connections(max_connections(raise_open_files_limit()))
+        super().__init__(_limited_config(app, self._connections, host=host, port=port))
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve, and close the connections of silent clients."""
+        sweeping = asyncio.create_task(self._connections.keep_swept(), name="sweep-connections")
+        try:
+            await super().serve(sockets)
+        finally:
+            sweeping.cancel()
+
+
 def server_loop(
     app: FastAPI,
     sock: socket.socket,
@@ -268,22 +302,16 @@ def server_loop(
     """
 
     async def loop(stop: asyncio.Event) -> None:
-        config = uvicorn.Config(
+        config = _limited_config(
             app,
-            log_level="warning",
-            access_log=False,
+            connections := Connections(max_connections(raise_open_files_limit())),
             timeout_graceful_shutdown=5,
-            timeout_keep_alive=KEEP_ALIVE_S,
             lifespan="off",
-            ws="none",
             ssl_certfile=certificate.certificate if certificate else None,
             ssl_keyfile=certificate.key if certificate else None,
         )
-        config.load()
-        connections = Connections(max_connections(raise_open_files_limit()))
-        app_protocol: Any = limited(config.http_protocol_class, connections)
-        config.http_protocol_class = app_protocol
         if transfers is not None and certificate is None:
+            app_protocol: Any = config.http_protocol_class
             # The server only calls it, so any callable that returns a protocol will do.
             config.http_protocol_class = lambda **options: LimitedTransfer(
                 transfers, partial(app_protocol, **options), connections

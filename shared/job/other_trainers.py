@@ -67,7 +67,10 @@ NAMES: Mapping[str, Names] = {
     ),
     "algorithm.epochs": Names("`num_iterations`", "`actor.ppo_epochs`", "`train.max_epochs`"),
     "algorithm.advantage": Names(
-        "`scale_rewards`", "`algorithm.norm_adv_by_std_in_grpo`", "`algo.advantage.no_std_norm`", "`advantage.type`"
+        "`scale_rewards` (group is group_std, none group_mean)",
+        "`algorithm.norm_adv_by_std_in_grpo`",
+        "`algo.advantage.no_std_norm`",
+        "`advantage.type`",
     ),
     "algorithm.equal_groups": Names(
         "",
@@ -81,7 +84,10 @@ NAMES: Mapping[str, Names] = {
         "`importance_sampling_level`", "`actor.policy_loss.loss_mode`", "`actor.policy_loss_type`"
     ),
     "algorithm.clip_low": Names(
-        "`epsilon`", "`actor.clip_ratio_low`", "`actor.eps_clip_low_high`", "`loss.ipo_mask_low`"
+        "`epsilon` (both sides, unless epsilon_high is set)",
+        "`actor.clip_ratio_low`",
+        "`actor.eps_clip_low_high`",
+        "`loss.ipo_mask_low`",
     ),
     "algorithm.clip_high": Names(
         "`epsilon_high` (1 larger for CISPO: the bound itself)",
@@ -89,7 +95,12 @@ NAMES: Mapping[str, Names] = {
         "`actor.eps_clip_low_high`",
         "`loss.ipo_mask_high`",
     ),
-    "algorithm.aggregation": Names("`loss_type`", "`actor.loss_agg_mode`", "`actor.loss_agg_mode`"),
+    "algorithm.aggregation": Names(
+        "`loss_type` (dapo is token_mean, grpo sequence_mean, dr_grpo constant)",
+        "`actor.loss_agg_mode` (token-mean is token_mean, seq-mean-token-mean sequence_mean, seq-mean-token-sum "
+        "sequence_sum)",
+        "`actor.loss_agg_mode`",
+    ),
     "algorithm.old_logprobs": Names("", "`algorithm.rollout_correction.bypass_mode`"),
     "algorithm.tis_cap": Names(
         "`vllm_importance_sampling_clip_max`",
@@ -107,7 +118,9 @@ NAMES: Mapping[str, Names] = {
     "algorithm.rollout_rs.threshold_lower": Names("", "`algorithm.rollout_correction.rollout_rs_threshold_lower`"),
     "algorithm.rollout_rs.token_veto": Names("", "`algorithm.rollout_correction.rollout_token_veto_threshold`"),
     "algorithm.kl_coef": Names("`beta`", "`actor.kl_loss_coef`", "`algo.kl.init_coef`", "`loss.kl_tau`"),
-    "algorithm.kl_estimator": Names("", "`actor.kl_loss_type`", "`algo.kl.estimator`"),
+    "algorithm.kl_estimator": Names(
+        "", "`actor.kl_loss_type` (kl is k1, mse k2, low_var_kl k3)", "`algo.kl.estimator`"
+    ),
     "algorithm.entropy_coef": Names("`entropy_coef`", "`actor.entropy_coeff`"),
     "algorithm.mask_truncated": Names("`mask_truncated_completions`"),
     "algorithm.overlong_penalty": Names(
@@ -262,6 +275,32 @@ ABSENT: Mapping[str, str] = {
         "a completion ends at an end token of the model, at a string of sampling.stop or at sampling.max_tokens",
     ),
     "stop_strings": "set sampling.stop",
+    **dict.fromkeys(
+        ("clip_ratio", "actor.clip_ratio", "clip_range", "cliprange", "eps_clip"),
+        "set algorithm.clip_low and algorithm.clip_high: the defaults differ",
+    ),
+    "delta": "the ratio is clipped at algorithm.clip_low and algorithm.clip_high only",
+    **dict.fromkeys(
+        ("use_kl_loss", "use_kl_in_reward", "kl_penalty", "kl_ctrl"),
+        "algorithm.kl_coef above 0 adds a KL penalty, and algorithm.kl_estimator is its form",
+    ),
+    "num_ppo_epochs": "set algorithm.epochs",
+    "n_samples_per_prompt": "set algorithm.group_size, or eval.samples for those of an evaluation",
+    "inference": "engines have settings of workers, RLBOOST_WORKER_... (docs/settings.md)",
+    "enable": "a section that is given is enabled",
+    "val_before_train": "with eval.every the starting model is evaluated, too",
+    "eval_strategy": "set eval.every",
+    "filter_overlong_prompts": "data.max_prompt_tokens leaves out longer prompts",
+    **dict.fromkeys(
+        ("save_total_limit", "max_actor_ckpt_to_keep"), "the last two checkpoints are retained (docs/checkpoints.md)"
+    ),
+    **dict.fromkeys(("torch_dtype", "fp16"), "set trainer.dtype to float32 or bfloat16"),
+    "use_peft": "set elastic.weights: lora",
+    **dict.fromkeys(("lora_r", "lora_target_modules"), "set lora.rank and lora.targets"),
+    **dict.fromkeys(("tools", "env_id"), "tools and environments are named by their code (docs/environments.md)"),
+    "wandb_project": "set log.wandb.project",
+    "dataset_name": "set data.train",
+    "custom_reward_function": "set reward.function to module:function",
     "generation_kwargs": "sampling has temperature, top_p, top_k, min_p, max_tokens, min_tokens and stop",
     "min_new_tokens": "set sampling.min_tokens",
     "do_sample": "sampling.temperature 0 is greedy, in jobs of kind eval",
@@ -294,9 +333,14 @@ ABSENT: Mapping[str, str] = {
         ("max_length", "truncation_mode", "truncation"),
         "no row is cut: data.max_prompt_tokens and data.max_completion_tokens leave out longer ones",
     ),
-    "ref_model": "the reference is the job's model as it starts",
+    **dict.fromkeys(
+        ("ref", "ref_model", "reference_model", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
+        "the reference is the job's model as it starts",
+    ),
     "disable_dropout": "models are trained without dropout, but for lora.dropout",
-    "push_to_hub": "rlboost export JOB --out FOLDER --push-to-hub OWNER/NAME uploads a version",
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id"), "rlboost export JOB --out FOLDER --push-to-hub OWNER/NAME uploads a version"
+    ),
     "use_vllm": "the engine is a setting of workers, RLBOOST_WORKER_ENGINE",
     "vllm_mode": "workers are processes of their own, and reserved ones may share the trainer's GPU (trainer.offload)",
     "packing": "rows are always packed, up to trainer.micro_batch_tokens",
@@ -306,7 +350,9 @@ ABSENT: Mapping[str, str] = {
 
 _NAMES_PAGE = "docs/coming-from.md#names"
 _DIFFERENCES_PAGE = "docs/coming-from.md#what-differs"
-_VERL_SECTION = "actor_rollout_ref."
+_OUTER_SECTIONS = ("actor_rollout_ref.", "orchestrator.")
+"""Sections of verl and prime-rl that `NAMES` leaves out."""
+_EVALUATION = re.compile(r"^eval\.|\bval_kwargs\.")
 _IS = " = "
 """Separates our key from the calculation that yields it."""
 _SIMILAR = 0.85
@@ -325,19 +371,20 @@ def advice(place: str, value: object, is_misspelt: bool = False) -> str:
 
     """
     if is_misspelt:
-        known = [*_index()[1], *ABSENT]
-        similar = difflib.get_close_matches(place.rpartition(".")[2], known, 1, _SIMILAR)
+        known = [*_index()[1], *ABSENT, *(key.rpartition(".")[2] for key in NAMES)]
+        given = place.rpartition(".")[2]
+        similar = [name for name in difflib.get_close_matches(given, known, 1, _SIMILAR) if name != given]
         meant = advice(similar[0], None) if similar else ""
         return f"did you mean {similar[0]}? {meant}" if meant else ""
     if isinstance(value, dict):
         leaves = list(_leaves(place, value))
         known = [f"{leaf} is {found}" for leaf in leaves if (found := _translation(leaf))]
-        known += [f"{leaf}: {ABSENT[name]}" for leaf in leaves if (name := leaf.removeprefix(_VERL_SECTION)) in ABSENT]
-        if known or place in _foreign_sections():
+        known += [f"{leaf}: {ABSENT[name]}" for leaf in leaves if (name := _inner(leaf)) in ABSENT]
+        if known or place.rpartition(".")[2] in _foreign_sections():
             return ": ".join(
                 filter(None, (f"a section of another trainer ({_NAMES_PAGE})", ", ".join(known[:_MAX_SHOWN])))
             )
-    theirs, last = place.removeprefix(_VERL_SECTION), place.rpartition(".")[2]
+    theirs, last = _inner(place), place.rpartition(".")[2]
     if ours := _translation(place):
         return f"RLBoost calls it {ours}"
     if instead := ABSENT.get(theirs) or ABSENT.get(last):
@@ -349,9 +396,21 @@ def advice(place: str, value: object, is_misspelt: bool = False) -> str:
 def _translation(place: str) -> str:
     """Return our keys for another trainer's, empty if there is none or it means several things."""
     full, last = _index()
-    theirs = place.removeprefix(_VERL_SECTION)
-    found = full.get(theirs, []) or ([] if theirs in ABSENT else last.get(place.rpartition(".")[2], []))
-    return " or ".join(found)
+    section, *rest = parts = _inner(place).split(".")
+    ends = [".".join(parts[start:]) for start in range(max(len(rest), 1))]
+    found = next((full[end] for end in ends if end in full), [])
+    if not found and not {section, parts[-1], _inner(place)} & ABSENT.keys():
+        found = last.get(parts[-1], [])
+    if _EVALUATION.search(place):
+        found = [f"eval.sets.{key}" if key.startswith("sampling.") else key for key in found]
+    shown = " or ".join(found).replace("eval.sets.sampling", "eval.sets.NAME.sampling")
+    return shown.replace("reward.functions.", "reward.functions[].")
+
+
+def _inner(place: str) -> str:
+    for section in _OUTER_SECTIONS:
+        place = place.removeprefix(section)
+    return place
 
 
 def _leaves(place: str, value: object) -> Iterator[str]:
@@ -365,7 +424,8 @@ def _leaves(place: str, value: object) -> Iterator[str]:
 @cache
 def _foreign_sections() -> frozenset[str]:
     """Return the first parts of dotted names."""
-    return frozenset({_VERL_SECTION.rstrip("."), *(name.partition(".")[0] for name in _index()[0] if "." in name)})
+    outer = (section.rstrip(".") for section in _OUTER_SECTIONS)
+    return frozenset({*outer, *(name.partition(".")[0] for name in _index()[0] if "." in name)})
 
 
 @cache

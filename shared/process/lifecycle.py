@@ -52,6 +52,23 @@ class _Stop(asyncio.Event):
         self.set()
 
 
+def on_stop_signals(handle: Callable[[signal.Signals], object]) -> None:
+    """Have the running loop call `handle` at SIGTERM, SIGINT and SIGHUP.
+
+    A terminal that closes sends SIGHUP; a process that was started by `nohup` ignores it.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, handle, number)
+
+
+def _ignore_more_stops() -> None:
+    """Ignore SIGTERM and SIGHUP from now on: once the loop is closed, a second one would be the exit code."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
+
+
 def stop_cause(stop: asyncio.Event) -> str:
     """Return the signal that stopped the process, such as `sigterm`; `stopped` if it was none."""
     return (stop.cause if isinstance(stop, _Stop) else "") or "stopped"
@@ -107,7 +124,7 @@ async def supervise(loops: Mapping[str, Loop], stop: asyncio.Event, *, grace_s: 
 
 
 def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event], Awaitable[None]]) -> int:
-    """Read the settings and run `main(settings, stop)`, SIGTERM and SIGINT setting `stop`; return the exit code.
+    """Read the settings and run `main(settings, stop)`, a stop signal setting `stop`; return the exit code.
 
     Expected errors (`RLBoostError`) become one line; unexpected ones keep their traceback.
     """
@@ -129,9 +146,7 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
 
     async def body() -> None:
         stop = _Stop()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set_by, number)
+        on_stop_signals(stop.set_by)
         running = asyncio.ensure_future(main(config, stop))
         stopping = asyncio.create_task(stop.wait(), name="stop")
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,6 +159,9 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
         except asyncio.CancelledError:
             if not running.cancelled():
                 raise
+        finally:
+            if stop.is_set():
+                _ignore_more_stops()
 
     code = EXIT_OK
     try:

@@ -25,7 +25,8 @@ MAX_TAKEN = 32
 MAX_CHARACTERS = 2_000
 """Maximum length of a line; the rest is cut."""
 _HIDDEN = "***"
-_URL_LOGIN = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)")
+_URL_LOGIN = re.compile(r"(?<=://)(?!\[:PASSWORD@)[^/\s@]*:[^/\s@]*(?=@)")
+"""Of a URL, but not of `redis://[:PASSWORD@]HOST`, which error texts ask for."""
 _ACCESS_TOKEN = re.compile(r"\brlb_[\w.-]+")
 IN_EVENTS = "_in_events"
 """Marks a line of an event that is also appended to the job's events, which its log shows, too."""
@@ -102,8 +103,14 @@ def configure(service: str, *, level: str = "info", form: str = "json", secrets:
     Each line is also retained in `BUFFER`.
     """
     BUFFER.hide(secrets)
+
+    def with_service(_logger: object, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        line.setdefault("service", service)  # not a context variable, which threads do not inherit
+        return line
+
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
+        with_service,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
@@ -129,7 +136,6 @@ def configure(service: str, *, level: str = "info", form: str = "json", secrets:
         cache_logger_on_first_use=True,
     )
     stamina.instrumentation.set_on_retry_hooks([_log_retry])
-    structlog.contextvars.bind_contextvars(service=service)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processor=renderer, foreign_pre_chain=shared))
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)

@@ -10,11 +10,12 @@ import contextlib
 import inspect
 import os
 import re
+import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, assert_never, cast
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import redis.asyncio as aioredis
 import structlog
@@ -168,7 +169,8 @@ class RedisBus:
         self._name = name
         self._dead_letters = dead_letters
         try:
-            self.address = urlsplit(url).netloc.rpartition("@")[2]
+            parts = urlsplit(url)
+            self.address = parts.netloc.rpartition("@")[2] or parts.path
             # redis-py's own retries are off: they would repeat an XADD whose reply was lost.
             self._redis = aioredis.Redis.from_url(
                 url,
@@ -185,8 +187,10 @@ class RedisBus:
             # Neither the URL nor the parser's error is quoted: a badly split URL exposes the password.
             raise ConfigError(
                 "the Redis URL is invalid: give redis://[:PASSWORD@]HOST:PORT/DB, or rediss:// for TLS, with a number "
-                "as DB, and with / as %2F, @ as %40, # as %23, ? as %3F and % as %25 in the password"
+                "as DB, and with / as %2F, @ as %40, # as %23, ? as %3F and % as %25 in the password; it names one "
+                "server: Redis Cluster and Sentinel are not supported"
             ) from None
+        _check_certificate(url)
         self._fenced = FencedConnection(self._redis.connection_pool)
         self._places = asyncio.Semaphore(MAX_CONNECTIONS - 1)
         """One for each connection but the fenced one."""
@@ -465,8 +469,20 @@ async def connect(url: str, name: str, limit_s: float = 60.0, *, dead_letters: s
         raise ConfigError(f"{error}: correct the Redis URL") from error
     except BusUnavailable as error:
         await bus.close()
-        raise Fatal(f"{error}; no answer for {limit_s:.0f} s: start Redis, or correct the Redis URL") from error
+        raise Fatal(f"{error}; no answer for {limit_s:.0f} s: {_connection_advice(url, str(error))}") from error
     return bus
+
+
+def _connection_advice(url: str, failure: str) -> str:
+    if "loading the dataset" in failure:
+        return "start this again when Redis has loaded its data; its log shows the progress"
+    if "CERTIFICATE_VERIFY_FAILED" in failure:
+        return f"set {CA_VARIABLE} to the authority of its certificate, and give a host that the certificate names"
+    hint = "give rediss:// if it has TLS"
+    if url.startswith("rediss:"):
+        # A server that asks for a client certificate may only reset the connection.
+        hint = "add ?ssl_certfile=FILE&ssl_keyfile=FILE if it asks for a client certificate, give redis:// without TLS"
+    return f"start Redis, or correct the Redis URL ({hint})"
 
 
 def _may_answer_later(error: Exception) -> bool:
@@ -523,6 +539,21 @@ def _check_database(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme != "unix" and (database := parts.path.strip("/")):
         int(database)
+
+
+def _check_certificate(url: str) -> None:
+    """Raise ConfigError if the files of the URL's client certificate cannot be loaded."""
+    given = dict(parse_qsl(urlsplit(url).query))
+    certificate, key = given.get("ssl_certfile"), given.get("ssl_keyfile")
+    if certificate is None and key is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate or "", key, given.get("ssl_password", ""))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"ssl_certfile {certificate} and ssl_keyfile {key} of the Redis URL cannot be used: {error}; give PEM "
+            "files of a client certificate and its key on this machine"
+        ) from error
 
 
 def _trusted(url: str) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from rlboost.shared.errors import Fatal
 from rlboost.shared.redis.bus import RedisBus, as_text
 
 _SETTING = "RLBOOST_MANAGER_REDIS_DURABILITY"
+CLUSTER = "it is a node of Redis Cluster, which has no transactions over several keys: set cluster-enabled no"
+"""Why no manager starts on such a server, whatever its settings."""
 
 
 class Durability(NamedTuple):
@@ -22,11 +24,13 @@ class Durability(NamedTuple):
     """`appendfsync`; many managed services forbid to ask."""
     evicted: int = 0
     """Keys evicted since its start."""
+    is_cluster: bool = False
+    """Whether it is a node of Redis Cluster."""
 
     @property
     def losses(self) -> list[str]:
         """Return why it loses data in normal operation, each with what to set; empty if it does not."""
-        found = []
+        found = [CLUSTER] if self.is_cluster else []
         if self.policy not in {"", "noeviction"}:
             found.append(
                 f"maxmemory-policy {self.policy} removes keys, such as leases and samples, when memory is short: set "
@@ -57,18 +61,23 @@ class Durability(NamedTuple):
 async def durability(bus: RedisBus) -> Durability:
     """Return what a server says of itself, as far as this user may ask. Raises `BusUnavailable`."""
     try:
-        memory, persistence, stats = [await bus.command("INFO", part) for part in ("memory", "persistence", "stats")]
+        parts = ("memory", "persistence", "stats", "cluster")
+        memory, persistence, stats, cluster = [await bus.command("INFO", part) for part in parts]
     except Fatal:  # this user may not ask
         return Durability()
     try:
         reply = await bus.command("CONFIG", "GET", "appendfsync")
     except Fatal:  # a managed service, or this user may not ask
         reply = {}
-    return read(memory, persistence, stats, reply)
+    return read(memory, persistence, stats, cluster, reply)
 
 
 def read(
-    memory: Mapping[str, object], persistence: Mapping[str, object], stats: Mapping[str, object], config: object
+    memory: Mapping[str, object],
+    persistence: Mapping[str, object],
+    stats: Mapping[str, object],
+    cluster: Mapping[str, object],
+    config: object,
 ) -> Durability:
     """Return the durability that the sections of INFO and the reply to CONFIG GET appendfsync say."""
     pairs = config.items() if isinstance(config, Mapping) else zip(*[iter(config or ())] * 2, strict=False)  # type: ignore[call-overload]
@@ -78,6 +87,7 @@ def read(
         has_file=None if has_file is None else str(has_file) == "1",
         sync=next((as_text(value) for name, value in pairs if as_text(name) == "appendfsync"), ""),
         evicted=int(str(stats.get("evicted_keys", 0))),
+        is_cluster=str(cluster.get("cluster_enabled")) == "1",
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import sys
 from collections.abc import AsyncIterator
 
 import httpx
@@ -13,6 +15,8 @@ from fastapi.responses import StreamingResponse
 
 from rlboost.shared.http import connections, server
 from rlboost.shared.http.guard import Guard
+from tests.support.eventually import eventually
+from tests.support.ports import reserved_port
 
 HEAD = b"GET /slow HTTP/1.1\r\nHost: x\r\n"
 
@@ -113,6 +117,58 @@ async def test_headers_without_end_are_not_held_in_memory(port: int) -> None:
             writer.write(b"X: " + b"y" * 65_536 + b"\r\n")
             await writer.drain()
         pytest.fail("the server read 64 MiB of headers")
+    await closed(reader)
+    writer.close()
+
+
+_SERVE = """
+import sys
+from fastapi import FastAPI
+from rlboost.shared.http import connections, server
+connections.HEAD_LIMIT_S = 0.5
+app = FastAPI()
+app.get("/health")(lambda: {})
+server.serve(app, "127.0.0.1", int(sys.argv[1]))
+"""
+
+
+async def test_server_of_a_command_closes_silent_connections_and_ends_at_a_signal() -> None:
+    """As `rlboost gateway` and `rlboost tinker` serve."""
+    with reserved_port() as port:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", _SERVE, str(port))
+        try:
+
+            async def opened() -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+                with contextlib.suppress(OSError):
+                    return await asyncio.open_connection("127.0.0.1", port)
+                return None
+
+            found = await eventually(opened)
+            assert found is not None
+            reader, writer = found
+            assert await closed(reader) == b""
+            writer.close()
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as client:
+                assert (await client.get("/health")).status_code == 200
+            process.send_signal(signal.SIGINT)
+            assert await asyncio.wait_for(process.wait(), 30.0) == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+async def test_trailers_without_end_are_not_held_in_memory(port: int) -> None:
+    """What follows a chunked body: a server that adds it to the headers needs twenty bytes for each that is sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    chunked = b"POST /metrics HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    writer.write(chunked + b"a: b\r\n" * 100 + b"\r\n")
+    assert b" 405 " in await reader.readuntil(b"\r\n")
+    writer.write(chunked)
+    with contextlib.suppress(ConnectionError):
+        for _ in range(100):
+            writer.write(b"a: b\r\n" * 10_000)
+            await writer.drain()
+        pytest.fail("the server read 6 MB of trailers")
     await closed(reader)
     writer.close()
 

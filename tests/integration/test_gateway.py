@@ -227,9 +227,21 @@ def test_without_a_key_only_names_of_this_machine_are_served(served: Served) -> 
 
 
 def test_folder_that_cannot_be_read_is_refused(served: Served, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    answer = served.http.post("/update_weights", json={"weight_dir": str(tmp_path)})
-    assert (answer.status_code, "cannot be read" in answer.text) == (400, True), answer.text
+    def refused(path: str, field: str, text: str) -> None:
+        answer = served.http.post(path, json={field: str(tmp_path), "lora_name": "a"}, timeout=30.0)
+        assert (answer.status_code, text in answer.text) == (400, True), answer.text
+
+    adapter = ("/v1/load_lora_adapter", "lora_path")
+    for name in ("model.safetensors", "adapter_model.safetensors"):
+        (tmp_path / name).write_bytes(b"no weights")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    refused("/update_weights", "weight_dir", "cannot be read")
+    refused(*adapter, "cannot be read")
+    for name in ("model.safetensors", "adapter_model.safetensors"):
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)  # whoever opens it waits for a writer
+    refused("/update_weights", "weight_dir", "safetensors is no file")
+    refused(*adapter, "it has no file adapter_model.safetensors")
 
 
 def test_transport_of_vllms_trainer_side_publishes_each_version(served: Served, tmp_path: Path) -> None:

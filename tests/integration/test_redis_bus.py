@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from rlboost.shared.errors import BusUnavailable, Fatal, RLBoostError
+from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, RLBoostError
 from rlboost.shared.messages import Drain
+from rlboost.shared.process.lifecycle import EXIT_CONFIG
 from rlboost.shared.redis import bus as redis_bus
-from rlboost.shared.redis.bus import MAX_BLOCK_S, MAX_CONNECTIONS, RedisBus
-from rlboost.shared.redis.durability import Durability, durability, refusal
+from rlboost.shared.redis.bus import MAX_BLOCK_S, MAX_CONNECTIONS, RedisBus, connect
+from rlboost.shared.redis.durability import CLUSTER, Durability, durability, refusal
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Append, AppendRaw, Fence, HashSet, Op, Remove, WrongType
 from rlboost.shared.weights.peers.directory import list_peers
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
+from tests.support.service_process import ServiceProcess
 
 
 @asynccontextmanager
@@ -202,6 +204,18 @@ async def test_blocked_read_of_a_server_that_becomes_a_replica_is_retryable(redi
         await bus.close()
 
 
+async def test_service_that_waits_for_a_redis_which_loads_says_so() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.readline():
+            writer.write(b"-LOADING Redis is loading the dataset in memory\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(Fatal, match="start this again when Redis has loaded its data"):
+            await connect(f"redis://127.0.0.1:{port}/0", "a-service", limit_s=0.1)
+
+
 async def test_durability_of_a_server_that_loses_data(redis_url: str) -> None:
     bus = RedisBus(redis_url)
     try:
@@ -214,6 +228,29 @@ async def test_durability_of_a_server_that_loses_data(redis_url: str) -> None:
     finally:
         await bus.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
         await bus.close()
+
+
+async def test_manager_refuses_a_node_of_redis_cluster(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, aof=True, options={"cluster-enabled": "yes"})
+    server.start()
+    manager = ServiceProcess(
+        "rollout_manager", "RLBOOST_MANAGER_", tmp_path, server.url, {"RLBOOST_MANAGER_REDIS_DURABILITY": "off"}
+    )
+    try:
+        manager.launch()
+        assert await asyncio.to_thread(manager.wait) == EXIT_CONFIG
+        assert f"127.0.0.1:{server.port}: {CLUSTER}" in manager.log()
+    finally:
+        manager.kill()
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    "url", ["redis+sentinel://sentinel:26379/mymaster", "redis+cluster://a:6379", "redis://a:6379,b:6379/0"]
+)
+def test_url_of_several_servers_is_refused_by_name(url: str) -> None:
+    with pytest.raises(ConfigError, match="Redis Cluster and Sentinel are not supported"):
+        RedisBus(url)
 
 
 def test_durability_names_what_loses_data() -> None:

@@ -28,7 +28,7 @@ NUMBERS = count()
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with calling_system(tmp_path_factory.mktemp("remote")) as system:
+    with calling_system(tmp_path_factory.mktemp("remote"), agent={"remote": True}) as system:
         yield system
 
 
@@ -260,6 +260,8 @@ def test_token_of_a_host_takes_sessions_of_jobs_and_does_nothing_else(offers: Of
         assert offers.host.get(f"/v1/{path}").status_code == 403, path
     missing = offers.host.post("/v1/jobs/none/sessions/next")
     assert missing.status_code == 404
+    local = offers.host.post("/v1/jobs/remote/sessions/next")
+    assert (local.status_code, "give it agent.remote: true" in local.text) == (409, True)
     named = offers.host.post("/v1/jobs/tiny/sessions/next", params={"wait": 0})
     assert (named.status_code, named.json()) == (200, [])
     with OpenAI(base_url=given["base_url"], api_key=given["key"]) as client:

@@ -15,12 +15,14 @@ import pytest
 
 from rlboost.client import Client, ClientError
 from rlboost.services.rollout_worker.adapters.manager_http import join
-from rlboost.shared.errors import BusUnavailable, Fatal, StoreUnavailable
-from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, StoreUnavailable
+from rlboost.shared.redis.bus import RedisBus, connect
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.rest_models import ModelList
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.eventually import eventually
+from tests.support.ports import reserved_port
+from tests.support.programs import require_program
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.small_job import small_job
@@ -77,6 +79,32 @@ class System:
 def system(tmp_path: Path, rediss_url: str, certificates: Certificates) -> Iterator[System]:
     with ExitStack() as stack:
         yield System(tmp_path, rediss_url, certificates, stack)
+
+
+async def test_redis_that_asks_for_a_client_certificate(
+    certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_program("redis-server")  # the one of a Python package has no TLS
+    monkeypatch.setenv("RLBOOST_TLS_CA", str(certificates.ca))
+    files = {"cert-file": certificates.certificate, "key-file": certificates.key, "ca-cert-file": certificates.ca}
+    own = f"ssl_certfile={certificates.certificate}&ssl_keyfile={certificates.key}"
+    with reserved_port() as port:
+        options = {"tls-port": port} | {f"tls-{name}": path for name, path in files.items()}
+        server = RedisServer(tmp_path / "redis", options=options)
+        server.start()
+        url = f"rediss://127.0.0.1:{port}/0"
+        try:
+            bus = await connect(f"{url}?{own}", "a-service")
+            assert await bus.command("PING")
+            await bus.close()
+            with pytest.raises(Fatal, match=r"add \?ssl_certfile=FILE&ssl_keyfile=FILE if it asks for"):
+                await connect(url, "a-service", limit_s=0.1)
+            with pytest.raises(ConfigError, match=r"ssl_certfile .*no.pem .*cannot be used: .*No such file"):
+                await connect(f"{url}?ssl_certfile={tmp_path}/no.pem", "a-service")
+            with pytest.raises(Fatal, match="give rediss:// if it has TLS"):
+                await connect(url.replace("rediss", "redis"), "a-service", limit_s=0.1)
+        finally:
+            server.stop()
 
 
 @pytest.mark.long

@@ -27,6 +27,7 @@ pytestmark = [
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, {}, "weights are quantized"),
         ({}, {"device": "cuda"}, "installed vllm runs on cpu"),
         ({}, {"kv_cache_bytes": 1024}, "vllm cannot run this model"),
+        ({}, {"dtype": "bfloat16", "vllm_args": {"quantization": "mxfp8"}}, "VLLM_ARGS, which sets quantization"),
         (
             {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": 1},
             {},

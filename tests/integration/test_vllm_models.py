@@ -150,3 +150,14 @@ async def test_engine_quantizes_the_weights_of_each_version() -> None:
     with pytest.raises(UnsuitableWeights, match=r"lacks 1 weights of the model, such as lm_head\.weight"):
         await engine.load_weights(3, Staged([item for item in weights[0] if item[0] != "lm_head.weight"]))
     await engine.close()
+
+
+async def test_quantization_that_changes_no_layer_is_refused() -> None:
+    """This method quantizes experts only: vLLM would serve a dense model as if nothing was asked for."""
+    config = vllm_engines.config()
+    weights = Staged([(name, tensor.bfloat16()) for name, tensor in tiny_models.weights(tiny_models.make(config))])
+    method = "int8_per_channel_weight_only"
+    engine = vllm_engines.build(config, slots=4, dtype="bfloat16", vllm_args={"quantization": method})
+    with pytest.raises(UnsuitableWeights, match=f"quantizes no layer of this model with {method}"):
+        await engine.load_weights(0, weights)
+    await engine.close()

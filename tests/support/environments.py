@@ -62,6 +62,8 @@ class Game:
                 os._exit(3)
             case "raise half a character":
                 raise ValueError("\ud800")
+            case "long text":
+                return Step("a" * (17 << 20), 1.0, done=False)
             case str(bad) if bad in BAD:
                 return BAD[bad]
             case "print":

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.eventually import LIMIT_S
@@ -29,8 +30,17 @@ def executable() -> str | None:
 class RedisServer:
     """One server in `directory`, on one port for its whole life; with `aof`, what it acknowledged survives a kill."""
 
-    def __init__(self, directory: Path, *, aof: bool = False, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        aof: bool = False,
+        host: str = "127.0.0.1",
+        options: Mapping[str, object] | None = None,
+    ) -> None:
         """Nothing runs before `start`; `host` is another address of this machine at which it is reached.
+
+        `options` are more of redis.conf.
 
         Raises:
             FileNotFoundError: there is no redis-server.
@@ -42,6 +52,7 @@ class RedisServer:
         self._directory = directory
         self._aof = aof
         self._command = found
+        self._options = dict(options or {})
         self._process: subprocess.Popen[bytes] | None = None
         self.port = reserve_port(self)
         self._host = host
@@ -57,7 +68,7 @@ class RedisServer:
         """Start, and return when the server answers."""
         assert self._process is None, "the server runs already"
         self._directory.mkdir(parents=True, exist_ok=True)
-        options = {
+        options: dict[str, object] = {
             "port": self.port,
             "protected-mode": "no",
             "dir": self._directory,
@@ -65,6 +76,7 @@ class RedisServer:
             "appendonly": "yes" if self._aof else "no",
             # Written before the answer, so that it survives a SIGKILL; a disk's own pace is nothing that tests are of.
             "appendfsync": "no",
+            **self._options,
         }
         flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         flags += ["--bind", *dict.fromkeys(["127.0.0.1", self._host])]

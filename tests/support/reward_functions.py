@@ -116,6 +116,10 @@ def of_trl(completions: list[str], log_metric: Any, trainer_state: Any = None, *
     raise AssertionError("TRL's trainer passes log_metric")
 
 
+def of_completions_only(completions: list[str]) -> list[float]:
+    raise AssertionError("it does not take prompts")
+
+
 def of_nobody(text: str) -> float:
     return float(len(text))
 

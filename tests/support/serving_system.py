@@ -79,10 +79,10 @@ class System:
             self.hire(name)
         self.store.start()
 
-    def start(self) -> None:
+    def start(self, **job: Any) -> None:
         """Start all processes and two jobs."""
         self.start_services()
-        self.job = self.create_job("tiny", str(self.model))
+        self.job = self.create_job("tiny", str(self.model), **job)
         self.remote = self.create_job("remote", "some/where/else")
 
     def hire(self, name: str, **settings: str) -> None:
@@ -91,7 +91,7 @@ class System:
         self.workers[name] = self._service("rollout_worker", "WORKER", URL=self.manager.url, NAME=name, **settings)
         self.workers[name].launch()
 
-    def create_job(self, name: str, model: str) -> str:
+    def create_job(self, name: str, model: str, **more: Any) -> str:
         spec = {
             "name": name,
             "model": model,
@@ -99,6 +99,7 @@ class System:
             "reward": {"function": "a:b"},
             "steps": 9,
             "sampling": {"max_tokens": 24},
+            **more,
         }
         job: str = self.http.post("/v1/jobs", json=spec).json()["id"]
         asyncio.run(self._begin(job))
@@ -142,11 +143,11 @@ class System:
 
 
 @contextmanager
-def calling_system(directory: Path) -> Iterator[System]:
-    """A system whose model writes tool calls, with both of its jobs served."""
+def calling_system(directory: Path, **job: Any) -> Iterator[System]:
+    """A system whose model writes tool calls, with both of its jobs served; `job` has more keys of the first one."""
     system = System(directory, TEMPLATE, texts=CALLS, ends=ENDS)
     try:
-        system.start()
+        system.start(**job)
         until(lambda: len(system.openai.models.list().data) == 2)
         yield system
     finally:

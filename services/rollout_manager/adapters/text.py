@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -127,6 +128,10 @@ def _compiled(source: str) -> Any:
 
 
 _SHOWN_CHARACTERS = 80
+MAX_DECODER_GROWTH = 64
+"""By how much a tokenizer's decoder may lengthen the text of tokens: it runs in the manager, for each token."""
+_PANIC = "pyo3_runtime"
+"""Module of the error that a fault of the library raises, which is no `Exception`."""
 
 
 class FastTokenizer:
@@ -147,8 +152,27 @@ class FastTokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        try:
+            text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise _without_panic(error, "the tokenizer cannot decode these tokens") from error
         return text
+
+
+def _without_panic(error: BaseException, what: str) -> BaseException:
+    """Return an error of the library tokenizers with what it prevents; any other one that is no `Exception` as is."""
+    if not isinstance(error, Exception) and type(error).__module__ != _PANIC:
+        return error
+    return TokenizationError(f"{what}: {error}")
+
+
+def _growth(decoder: Mapping[str, Any]) -> int:
+    """Return by how much a decoder, as the library writes it, may lengthen a text."""
+    if decoder["type"] == "Sequence":
+        return prod(map(_growth, decoder["decoders"]))
+    if decoder["type"] != "Replace":
+        return 1
+    return max(1, len(decoder["content"]) // max(1, len(decoder["pattern"].get("String", ""))))
 
 
 def _check_unicode(text: str) -> None:
@@ -178,8 +202,12 @@ def load_model_files(name: str) -> ModelFiles:
         settings, config = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
         generation = _read_json(folder / "generation_config.json")
         template = _read_template(folder, settings)
-    except Exception as error:  # the library raises a bare Exception
-        raise TokenizationError(f"the tokenizer of model {name} cannot be read: {error}") from error
+        decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {"type": ""}
+    except BaseException as error:
+        raise _without_panic(error, f"the tokenizer of model {name} cannot be read") from error
+    if (growth := _growth(decoder)) > MAX_DECODER_GROWTH:
+        what = f"the decoder of the tokenizer of model {name} makes texts {growth} times as long"
+        raise TokenizationError(f"{what}: at most {MAX_DECODER_GROWTH} times is possible")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     config = {**config, **(config.get("text_config") or {})}
@@ -387,8 +415,9 @@ class Process:
 
     async def exchange(self, request: Sequence[bytes]) -> dict[str, Any]:
         """Return the answer to a request in parts."""
-        self._writer.write(sum(map(len, request)).to_bytes(4, "big"))
-        for part in request:
+        n_bytes = sum(map(len, request))
+        parts = [n_bytes.to_bytes(4, "big"), *request]
+        for part in [b"".join(parts)] if n_bytes <= SMALL_BODY_BYTES else parts:  # each is a call of the system
             self._writer.write(part)
             await self._writer.drain()
         return await self.receive()
@@ -427,7 +456,8 @@ def _started(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.so
 
 def main() -> None:
     """Answer requests on standard input until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the manager ends this process
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal; the manager ends this process
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     models: OrderedDict[str, ModelFiles] = OrderedDict()

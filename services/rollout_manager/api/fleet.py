@@ -169,7 +169,7 @@ async def join_fleet(
     body: JoinRequest, manager: TheManager, settings: TheSettings, write: AsLeader, protocol: Protocol = UNNUMBERED
 ) -> JoinAnswer:
     """Give a worker that joins its identity, and the addresses of the other services."""
-    check_protocol(protocol)
+    check_protocol(protocol, body.name)
     return await join(body, manager.identities, settings, write)
 
 

@@ -406,7 +406,7 @@ class RewardBody(BaseModel):
         return self
 
 
-@ROUTES("POST", "/jobs/{job_id}/sessions/next", "agent", "agents", responses=problems(404, 410))
+@ROUTES("POST", "/jobs/{job_id}/sessions/next", "agent", "agents", responses=problems(404, 409, 410))
 async def next_sessions(
     job_id: str,
     http: Request,
@@ -416,7 +416,11 @@ async def next_sessions(
     wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="seconds until an empty answer")] = 30.0,
 ) -> list[dict[str, Any]]:
     """Take sessions of a job with a remote agent, each for one run of the agent; its id or name names the job."""
-    return await as_leader(offers.wait(_job_named(manager, job_id), count, wait, http.is_disconnected))
+    job = _job_named(manager, job_id)
+    agent = getattr(job.spec, "agent", None)
+    if agent is None or not agent.remote:
+        raise Problem(409, "No remote agent", f"job {job.id} offers no sessions: give it agent.remote: true")
+    return await as_leader(offers.wait(job, count, wait, http.is_disconnected))
 
 
 @ROUTES("POST", "/jobs/{job_id}/sessions/renew", "agent", "agents", responses=problems(404))

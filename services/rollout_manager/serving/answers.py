@@ -83,22 +83,25 @@ class Choice:
         self._index, self._model, self._calls = index, model, calls
         last = ints(prompt[-CONTEXT_TOKENS * I32.itemsize :])
         self._detokenizer = Detokenizer(model.decode if calls is None else model.decode_raw, last, body.stops)
-        self._has_logprobs = body.has_logprobs
+        self._has_logprobs, self._has_stops = body.has_logprobs, bool(body.stops)
         self._offset = 0
         """The number of characters of all single tokens so far."""
         self.n_tokens = 0
 
     def add(self, chunk: CompletionChunk) -> Delta:
         """Return what a chunk adds; nothing after a stop string."""
+        has_stop_token = chunk.finish == "stop"  # it has no text
+        of_text = chunk.tokens[:-1] if has_stop_token else chunk.tokens
+        # To decode many tokens at once takes a fourth of the time, but leaves open which one has ended a stop string.
+        parts = [[token] for token in of_text] if self._has_stops else [of_text]
         text, used, end = "", 0, ""
-        for token in chunk.tokens:
-            used += 1
-            if chunk.finish == "stop" and used == len(chunk.tokens):  # a stop token has no text
-                end = self._model.token_text(token)
-                break
-            text += self._read(self._detokenizer.add(token), token)
+        for part in parts:
+            used += len(part)
+            text += self._read(self._detokenizer.add(part), part)
             if self._detokenizer.stopped:
                 break
+        if has_stop_token and not self._detokenizer.stopped:
+            used, end = len(chunk.tokens), "".join(map(self._model.token_text, chunk.tokens[-1:]))
         finish: FinishReason | Literal["tool_calls"] | None = "stop" if self._detokenizer.stopped else chunk.finish
         calls: Sequence[ToolCall] = ()
         if finish:
@@ -121,11 +124,9 @@ class Choice:
         stop, versions = self._detokenizer.stop, _weight_versions(chunk.spans, self.n_tokens) if finish else ()
         return Delta(self._index, text, tokens, logprobs, texts, offsets, top, finish, calls, stop, versions)
 
-    def _read(self, text: str, token: int | None = None) -> str:
+    def _read(self, text: str, tokens: Sequence[int] = ()) -> str:
         """Return the part of new text that is certainly outside of tool calls."""
-        if self._calls is None:
-            return text
-        return self._calls.add(text, special="" if token is None else self._model.special_text(token))
+        return text if self._calls is None else self._calls.add(text, self._model.special_texts(tokens))
 
 
 class ResponseFormatter:

@@ -8,11 +8,10 @@ Ends when: all completions of the request have ended, a client disconnects, or n
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -34,18 +33,16 @@ from rlboost.services.rollout_manager.serving.structured import grammar, has_jso
 from rlboost.services.rollout_manager.serving.text import Conversations, ServedModel, Turn
 from rlboost.services.rollout_manager.serving.tools import CallReader, call_ids
 from rlboost.services.rollout_manager.waiters import (
-    IDLE_S,
     CompletionChunk,
     CompletionFailed,
     CompletionUnavailable,
     Waiter,
-    chunk_of,
 )
 from rlboost.shared.errors import BusUnavailable, Fenced
 from rlboost.shared.http.access import SYSTEM, Principal
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.ids import MAX_REQUESTS, request_group
-from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, Sampling, SamplingOption
+from rlboost.shared.messages import GroupRequested, Sampling, SamplingOption
 from rlboost.shared.model.tool_calls import HERMES, CallStyle, opens_thought
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Op
@@ -123,25 +120,20 @@ class Completion:
         ]
         self._response = ResponseFormatter(self.body, groups[0].group, self.job.id, self.prompts)
 
-    async def collect(self, is_disconnected: Callable[[], Awaitable[bool]]) -> dict[str, Any] | None:
-        """Return the whole response; None if the client has disconnected.
+    async def collect(self) -> dict[str, Any]:
+        """Return the whole response.
 
         Raises:
             Problem: the completions will not come.
 
         """
         collected: dict[int, Delta] = {}
-        checked_at = time.monotonic()
         try:
             async with aclosing(self._generated()) as deltas:
                 async for delta in deltas:
                     if delta is not None:
                         earlier = collected.get(delta.index)
                         collected[delta.index] = earlier.merged(delta) if earlier else delta
-                    if time.monotonic() - checked_at > IDLE_S:
-                        checked_at = time.monotonic()
-                        if await is_disconnected():
-                            return None
         except (CompletionUnavailable, CompletionFailed) as error:
             raise _problem_of(error) from error
         return self._response.response([collected[i] for i in sorted(collected)], self._n_tokens)
@@ -346,7 +338,8 @@ class Completion:
         if new and waiters.n_samples + sum(group.n for group in new) > limit:
             detail = f"{waiters.n_samples} completions of at most {limit} are in flight: try again"
             raise openai_problem(429, "Too many requests", detail, headers={"Retry-After": "1"})
-        ours = waiters.register(registered, manager.world, resumable=self.idempotency_key is not None)
+        resumable = self.idempotency_key is not None
+        ours = waiters.register(registered, manager.world, resumable=resumable, whole=self._is_whole)
         try:
             if new:
                 await manager.write([Append(names.rollouts_requested(group.job_id), group) for group in new])
@@ -357,20 +350,28 @@ class Completion:
 
     async def _open_turn(self, turn: SessionTurn) -> list[Waiter]:
         """Open a turn of a session, unless it is open, and wait for it, unless it has ended."""
-        waiters = self.manager.completion_waiters
-        ours = [] if turn.end else waiters.register([turn.request], self.manager.world, resumable=True)
+        waiters, world = self.manager.completion_waiters, self.manager.world
+        ours = (
+            [Waiter.of_ended(turn.request, world)]
+            if turn.end
+            else waiters.register([turn.request], world, resumable=True, whole=self._is_whole)
+        )
         try:
             if turn.ops:
                 await self.manager.write(turn.ops)
-            if ours and self.sessions is not None and not any(_requests(op) for op in turn.ops):
+            if turn.end is None and self.sessions is not None and not any(_requests(op) for op in turn.ops):
                 turn.end = await self.sessions.end(turn)  # it may have ended before this call waited for it
         except (Fenced, BusUnavailable) as error:
             self._unregister(ours)
             raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
-        if turn.end is None:
-            return ours
-        self._unregister(ours)
-        return []
+        if turn.end is not None:
+            ours[0].end(turn.end)
+        return ours
+
+    @property
+    def _is_whole(self) -> bool:
+        """Return True if nothing is to be done before a completion has ended."""
+        return not self.body.stream and not self.body.stops
 
     def _unregister(self, waiters: Sequence[Waiter]) -> None:
         for waiter in waiters:
@@ -379,42 +380,22 @@ class Completion:
     # --- its tokens ---
 
     async def _generated(self) -> AsyncGenerator[Delta | None]:
-        if self.session is not None and self.session.end is not None:
-            async for delta in self._ended(self.session.end):
-                yield delta
-            return
         try:
             async with aclosing(self.manager.completion_waiters.follow(self._waiters)) as chunks:
                 async for found in chunks:
-                    await asyncio.sleep(0)  # a long completion comes in many chunks at once after a reconnection
                     yield None if found is None else await self._delta(*found)
         finally:
             self._unregister(self._waiters)
 
-    async def _ended(self, end: SampleFinished | SampleDropped) -> AsyncGenerator[Delta]:
-        """Yield the parts of a session's turn that had ended before the call."""
-        if isinstance(end, SampleDropped):
-            raise CompletionFailed(end.reason)
-        n_received, finish = 0, None
-        while finish is None:
-            chunk = chunk_of(end, n_received)
-            n_received, finish = n_received + len(chunk.tokens), chunk.finish
-            yield await self._added(self._choices[0], chunk)
-
     async def _delta(self, prompt: int, chunk: CompletionChunk) -> Delta:
         waiter = self._waiters[prompt]
-        delta = await self._added(self._choices[prompt * waiter.request.n + chunk.member], chunk)
-        if delta.finish and not chunk.finish:  # it ended at a stop string
-            self.manager.completion_waiters.complete(waiter, chunk.member)
-        return delta
-
-    async def _added(self, choice: Choice, chunk: CompletionChunk) -> Delta:
-        """Add a chunk to a choice; store the turn of a conversation or session with its last one."""
-        delta = choice.add(chunk)
+        delta = self._choices[prompt * waiter.request.n + chunk.member].add(chunk)
         if self.turn is not None or self.session is not None:
             self._deltas.append(delta)
             if delta.finish:
                 await self._save_turn(chunk.worker)
+        if delta.finish and not chunk.finish:  # it ended at a stop string
+            self.manager.completion_waiters.complete(self._waiters, prompt, chunk.member)
         return delta
 
     async def _save_turn(self, worker: str) -> None:

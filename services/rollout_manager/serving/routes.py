@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Protocol
@@ -254,7 +254,7 @@ class _Chats:
 async def _respond(completion: Completion, http: Request) -> Response:
     if completion.body.stream:
         return StreamingResponse(completion.stream(), media_type="text/event-stream")
-    response = await completion.collect(http.is_disconnected)
+    response = await _unless_disconnected(http, completion.collect())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if response is None else JSONResponse(response)
 
 
@@ -262,8 +262,25 @@ async def _translate(completion: Completion, writer: Writer, http: Request) -> R
     """Respond in another API's format."""
     if completion.body.stream:
         return StreamingResponse(translated_stream(completion, writer), media_type="text/event-stream")
-    response = await completion.collect(http.is_disconnected)
+    response = await _unless_disconnected(http, completion.collect())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if response is None else JSONResponse(writer.whole(response))
+
+
+async def _unless_disconnected(http: Request, response: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
+    """Return a response; None, and cancel it, once the client has disconnected."""
+
+    async def disconnected() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    made, gone = asyncio.create_task(response), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait((made, gone), return_when=asyncio.FIRST_COMPLETED)
+        return await made if made.done() else None
+    finally:
+        made.cancel()
+        gone.cancel()
+        await asyncio.wait((made, gone))
 
 
 class ModelCache:

@@ -16,7 +16,7 @@ from pydantic import (
     ValidationError,
 )
 
-from rlboost.services.rollout_manager.serving.structured import schema_of_format, schema_of_vllm
+from rlboost.services.rollout_manager.serving.structured import check_tools, schema_of_format, schema_of_vllm
 from rlboost.services.rollout_manager.serving.tools import tools_of_request
 from rlboost.shared.data.messages import ASSISTANT, template_kwargs_of
 from rlboost.shared.errors import ConfigError
@@ -439,6 +439,11 @@ def parse_chat(raw: dict[str, Any]) -> ChatBody:
         raise _conflict("tool_choice", "tools has no function that it allows")
     if body.structured_outputs is not None and body.response_format is not None:
         raise _conflict("structured_outputs", "give it or response_format, not both")
+    if body.must_call or body.schema_of_answer is not None:
+        try:
+            check_tools(body.callable_tools)
+        except ValueError as error:
+            raise _conflict("tools", str(error)) from error
     return body
 
 

@@ -20,6 +20,15 @@ MAX_SCHEMA_CHARACTERS = 1 << 16
 MAX_DEPTH = 32
 MAX_COUNT = 1024
 """Limit of `minLength`, `maxItems` and the like: a grammar has a state for each, which takes time to compile."""
+MAX_PATTERN_CHARACTERS = 1024
+"""Of all patterns of a schema. A worker compiles one grammar after the other, and nothing interrupts it: 2,000 times
+`(a|aa|aaa|b*)*` take 14 s with a vocabulary of 20,000."""
+MAX_PATTERN_REPEATS = 256
+"""Sum of the bounds of `{m,n}` in all patterns of a schema, for the same reason: 8 times `.{0,60}` take over 3 s."""
+MAX_QUANTIFIERS = 32
+"""Number of `*`, `+`, `?` and `{m,n}` in all patterns of a schema: 512 times `.*` take over 18 s, 32 times 0.1 s."""
+MAX_OPTIONAL_PROPERTIES = 256
+"""Of one object: a grammar has a rule for each pair of them."""
 
 _TYPES = {
     "string": {"minLength", "maxLength", "pattern", "format"},
@@ -43,6 +52,8 @@ _FORMATS = {
     *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference"),
     *("uri-template", "json-pointer", "relative-json-pointer"),
 }
+_QUANTIFIER = re.compile(r"[*+?]|\{\d")
+_REPEAT = re.compile(r"\{([\d,]+)\}")
 _UNSUPPORTED_PATTERN = re.compile(r"\(\?(?!:)|\\[bB1-9]|[*+?}]\+")
 """Of a pattern: groups other than (?:...), word boundaries, references, possessive repeats."""
 
@@ -59,7 +70,60 @@ def checked_schema(schema: object) -> dict[str, Any]:
     if len(json.dumps(schema)) > MAX_SCHEMA_CHARACTERS:
         raise ValueError(f"the JSON schema has more than {MAX_SCHEMA_CHARACTERS} characters: shorten it")
     _check(schema, schema, "schema", MAX_DEPTH)
+    every = list(_every(schema, schema))
+    known = {id(one) for one in every}
+    for reference in (one["$ref"] for one in every if "$ref" in one):
+        found = _referred(reference, schema)
+        if isinstance(found, dict) and id(found) not in known:
+            raise ValueError(f"$ref is {reprlib.repr(reference)}: this is no schema of this one: move it into $defs")
+    _check_patterns(_patterns(schema))
     return schema
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Check the parameters of functions whose calls a grammar requires, as `checked_schema` does.
+
+    Raises:
+        ValueError: calls cannot be held to them; the text names the function.
+
+    """
+    n_characters, patterns = 0, list[str]()
+    for function in (tool["function"] for tool in tools):
+        try:
+            schema = checked_schema(function["parameters"])
+        except ValueError as error:
+            raise ValueError(f"the parameters of {function['name']!r} cannot be required: {error}") from error
+        n_characters += len(json.dumps(schema))
+        patterns += _patterns(schema)
+    if n_characters > MAX_SCHEMA_CHARACTERS:
+        detail = f"the parameters have more than {MAX_SCHEMA_CHARACTERS} characters in all"
+        raise ValueError(f"{detail}: give fewer, or name one in tool_choice")
+    _check_patterns(patterns)
+
+
+def _patterns(schema: Mapping[str, Any]) -> list[str]:
+    return [str(one["pattern"]) for one in _every(schema, schema) if "pattern" in one]
+
+
+def _every(schema: Any, root: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a checked schema and all within it."""
+    if isinstance(schema, dict):
+        yield schema
+        for _, inner in _inner(schema, root, ""):
+            yield from _every(inner, root)
+
+
+def _check_patterns(patterns: Sequence[str]) -> None:
+    """Refuse patterns that take too long to compile."""
+    if (n := sum(map(len, patterns))) > MAX_PATTERN_CHARACTERS:
+        raise ValueError(f"the patterns have {n} characters: at most {MAX_PATTERN_CHARACTERS} are possible")
+    if (n := sum(len(_QUANTIFIER.findall(pattern)) for pattern in patterns)) > MAX_QUANTIFIERS:
+        raise ValueError(f"the patterns have {n} of *, +, ? and {{m,n}}: at most {MAX_QUANTIFIERS} are possible")
+    repeats = ",".join(found for pattern in patterns for found in _REPEAT.findall(pattern))
+    if (n := sum(int(bound) for bound in repeats.split(",") if bound)) > MAX_PATTERN_REPEATS:
+        raise ValueError(
+            f"the repeats {{m,n}} of the patterns add up to {n}: at most {MAX_PATTERN_REPEATS} are possible"
+        )
 
 
 def _check(schema: Any, root: Mapping[str, Any], place: str, depth: int) -> None:
@@ -119,11 +183,15 @@ def _inner(schema: Mapping[str, Any], root: Mapping[str, Any], place: str) -> It
         _check_reference(schema["$ref"], root, place)
 
 
-def _check_reference(reference: Any, root: Any, place: str) -> None:
+def _referred(reference: Any, root: Any) -> Any:
     found = root
     for name in reference.split("/")[1:] if isinstance(reference, str) and reference.startswith("#") else [None]:
         found = found.get(name.replace("~1", "/").replace("~0", "~")) if name and isinstance(found, dict) else None
-    if not isinstance(found, dict | bool):
+    return found
+
+
+def _check_reference(reference: Any, root: Any, place: str) -> None:
+    if not isinstance(_referred(reference, root), dict | bool):
         raise ValueError(  # noqa: TRY004 - as above
             f"{place}: $ref is {reprlib.repr(reference)}: should name a schema of this one, as '#/$defs/a'"
         )
@@ -141,11 +209,18 @@ def _check_values(schema: Mapping[str, Any], kinds: Sequence[str], place: str) -
             raise ValueError(f"{place}: {low} is above {high}")
     if "enum" in schema and (not isinstance(schema["enum"], list) or not schema["enum"]):
         raise ValueError(f"{place}: enum is {reprlib.repr(schema['enum'])}: should be a list of values")
+    _check_required(schema, place)
+    if "string" in kinds:
+        _check_text(schema, place)
+
+
+def _check_required(schema: Mapping[str, Any], place: str) -> None:
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise ValueError(f"{place}: required is {reprlib.repr(required)}: should be a list of names")
-    if "string" in kinds:
-        _check_text(schema, place)
+    if (n := len(schema.get("properties", {}).keys() - set(required))) > MAX_OPTIONAL_PROPERTIES:
+        detail = f"{n} properties are not required: at most {MAX_OPTIONAL_PROPERTIES} are possible"
+        raise ValueError(f"{place}: {detail}")
 
 
 def _check_text(schema: Mapping[str, Any], place: str) -> None:

@@ -67,9 +67,11 @@ class ServedModel:
             return ""
         return self.files.tokenizer.decode(tokens, skip_special_tokens=False)
 
-    def special_text(self, token: int) -> str:
-        """Return the text of a single special token; empty for any other token."""
-        return "" if self.decode([token]) else self.decode_raw([token])
+    def special_texts(self, tokens: Sequence[int]) -> set[str]:
+        """Return the texts of the special tokens among these."""
+        if self.decode(tokens) == self.decode_raw(tokens):
+            return set()
+        return {self.decode_raw([token]) for token in tokens if not self.decode([token])}
 
     def token_text(self, token: int) -> str:
         """Return the text of a single token, special or not; its id without a tokenizer."""
@@ -206,27 +208,33 @@ class Detokenizer:
         """Return True if a stop string has ended the text."""
         return bool(self.stop)
 
-    def add(self, token: int) -> str:
-        """Add the next token and return the text that is now certain."""
-        self._window.append(token)
-        text = self._decode(self._window)
-        if text.endswith(REPLACEMENT_CHARACTER) and len(self._window) - self._n_decoded < MAX_PENDING_TOKENS:
+    def add(self, tokens: Sequence[int]) -> str:
+        """Add the next tokens and return the text that is now certain."""
+        self._window += tokens
+        n_tokens = len(self._window)
+        for end in range(n_tokens, max(self._n_decoded, n_tokens - MAX_PENDING_TOKENS), -1):
+            text = self._decode(self._window[:end])
+            if not text.endswith(REPLACEMENT_CHARACTER):
+                return self._until_stop(self._advance(text, end))
+        if n_tokens - self._n_decoded < MAX_PENDING_TOKENS:
             return ""
-        return self._until_stop(self._advance(text))
+        return self._until_stop(self._advance(self._decode(self._window), n_tokens))
 
     def flush(self) -> str:
         """Return the text that is held back, after the last token."""
         if self.stopped:
             return ""
-        text = self._until_stop(self._advance(self._decode(self._window)))
+        text = self._until_stop(self._advance(self._decode(self._window), len(self._window)))
         held, self._held = self._held, ""
         return text + held
 
-    def _advance(self, text: str) -> str:
+    def _advance(self, text: str, end: int) -> str:
+        """Return what is new in the text of the first `end` tokens of the window."""
         new = text[len(self._decode(self._window[: self._n_decoded])) :]
         if new:
             self._window = self._window[self._n_decoded :]
-        self._n_decoded = len(self._window)
+            end -= self._n_decoded
+        self._n_decoded = end
         return new
 
     def _until_stop(self, new: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -152,16 +152,15 @@ class CallReader:
         self._special = set[str]()
         """The special tokens of this answer, which are not part of its text."""
 
-    def add(self, text: str, special: str = "") -> str:
+    def add(self, text: str, special: Collection[str] = ()) -> str:
         """Add new text with special tokens and return text, without them, that is certainly outside of calls.
 
         Args:
             text: follows the text before.
-            special: the text of the token, if it is a special one.
+            special: the texts of the special tokens among its tokens.
 
         """
-        if special:
-            self._special.add(special)
+        self._special.update(special)
         self._pieces.append(text)
         if self._has_begun:
             return ""

@@ -69,6 +69,8 @@ _TICK_S = 0.1
 _SIGN_S = 1.0
 _CANCEL_S = 1.0
 """How long async code may take to end once it is cancelled, or block the event loop beyond the limit."""
+MAX_ANSWER_BYTES = 16 << 20
+"""Of what an environment returns at once. More text fits no context, and the trainer would hold and tokenize it."""
 _LENT_THREADS = 256
 """Threads for `asyncio.to_thread`."""
 
@@ -567,11 +569,16 @@ def _step_result(step: object, paid: float) -> list[Any]:
 
 def _check_sendable(answer: dict[str, Any]) -> None:
     try:
-        msgpack.unpackb(msgpack.packb(answer))  # unpacking rejects some values that can be packed
+        packed: bytes = msgpack.packb(answer)
+        msgpack.unpackb(packed)  # unpacking rejects some values that can be packed
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"the environment returned a value that cannot be sent, use text and JSON values: {error}"
         ) from error
+    if len(packed) > MAX_ANSWER_BYTES:
+        raise ValueError(
+            f"the environment returned {len(packed)} bytes, more than {MAX_ANSWER_BYTES}: return less text"
+        )
 
 
 def _checked_message(value: object, who: str) -> Any:

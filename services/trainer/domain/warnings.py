@@ -295,9 +295,8 @@ def completions_clipped(history: History, job: JobFacts) -> Finding | None:
     ratios = history.window("completions/clipped_ratio")
     if not ratios or min(ratios) < CLIPPED_RATIO or completions_masked(history, job):  # which says more
         return None
-    seen = (
-        f"{min(ratios):.0%} or more of the completions of each of the last {WINDOW_STEPS} steps were cut ({job.limits})"
-    )
+    share = "all" if min(ratios) == 1.0 else f"{min(ratios):.1%} or more of the"
+    seen = f"{share} completions of each of the last {WINDOW_STEPS} steps were cut ({job.limits})"
     before = history.first[0].get("completions/clipped_ratio", 1.0)
     if before < CLIPPED_BEFORE:
         seen += f", {before:.0%} in the first step"

@@ -72,6 +72,15 @@ async def test_server_that_fails_loses_its_calls_and_is_started_again(fault: str
     assert await answer(environment, "pid") != before
 
 
+@pytest.mark.parametrize(("limit", "value"), [("MAX_TOOLS", 5), ("MAX_PAGES", 0)])
+def test_server_whose_list_of_tools_does_not_end_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    monkeypatch.setattr(adapter, limit, value)
+    with pytest.raises(ToolUnavailable, match="lists more than"):
+        McpServer(COMMAND, env=ENVIRONMENT).tools()
+
+
 async def test_server_that_has_died_unused_is_started_again() -> None:
     before = int(await SERVER.call("pid", {}))
     os.kill(before, 9)

@@ -210,3 +210,19 @@ async def test_raising_tool_is_answered_with_the_error_and_async_tool_is_awaited
     assert head.startswith("the tool later raised ValueError: nothing to do (")
     assert row == "row: arguments={'text': ''}"
     assert not (await environment.step(CALL)).warning
+
+
+async def test_results_that_fit_no_context_are_errors_for_the_model() -> None:
+    def read(n: int) -> str:
+        if n < 0:
+            raise ValueError("a" * -n)
+        return "a" * n
+
+    calls = "".join(
+        f'<tool_call>{{"name": "read", "arguments": {{"n": {n}}}}}</tool_call>' for n in (1 << 24, 700_000, -700_000, 9)
+    )
+    step = await ToolEnvironment([read]).step(calls)
+    large, fits, second, small = [message["content"] for message in step.observation if isinstance(message, dict)]
+    assert large == "error: the result has 16777216 characters, and 1048576 are left: ask for less"
+    assert (len(fits), small) == (700_000, "a" * 9)
+    assert second == "error: the result has 700019 characters, and 348576 are left: ask for less"

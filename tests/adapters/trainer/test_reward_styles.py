@@ -58,6 +58,13 @@ async def test_async_verl_function_gets_the_ground_truth_from_plain_columns(star
     assert await pool.score(batch(**{column: "5"})) == Scores((0.0, 1.0))
 
 
+async def test_ground_truth_is_the_first_column_with_a_value(start: Start) -> None:
+    """Tables of several sources have a null where a row's source lacks the column."""
+    pool = await start(**part("compute_later"))
+    assert await pool.score(batch(ground_truth=None, answer="5", solution=None)) == Scores((0.0, 1.0))
+    assert await pool.score(batch(ground_truth=None, answer=None)) == Scores((0.0, 0.0))
+
+
 async def test_row_without_a_ground_truth_gives_the_reason(start: Start) -> None:
     pool = await start(**part("compute_later"))
     scores = await pool.score(batch(target="5"))
@@ -77,6 +84,7 @@ async def test_the_job_files_arguments_reach_the_function(start: Start) -> None:
         (part("of_trl"), r"of_trl .*RLBoost does not pass log_metric, as TRL's trainer does"),
         (part("compute_score", style="trl"), "fits neither"),
         (part("of_nobody", style="verl"), "is called with data_source"),
+        (part("of_completions_only"), r"unexpected keyword argument 'prompts'; add \*\*columns, which takes what"),
     ],
 )
 async def test_a_function_that_cannot_be_called_is_refused_before_anything_is_generated(

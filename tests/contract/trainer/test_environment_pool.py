@@ -94,6 +94,7 @@ async def test_step_replays_all_turns_after_release(environments: Environments) 
         ("object", "raised", "a list of chat messages with a role"),
         ("half a character", "raised", "a value that cannot be sent"),
         ("raise half a character", "raised", r"ValueError: \ud800"),
+        ("long text", "raised", "bytes, more than 16777216"),
         ("time", "raised", "a value that cannot be sent"),
         ("number", "raised", "a value that cannot be sent"),
     ],

@@ -13,6 +13,7 @@ import yaml
 from kubernetes_validate import validate
 
 from rlboost.services.rollout_manager.settings import Settings as ManagerSettings
+from rlboost.services.rollout_worker.adapters.manager_http import JOIN_LIMIT_S
 from rlboost.shared.settings import ServiceSettings, read
 
 ROOT = Path(__file__).parents[3]
@@ -130,6 +131,40 @@ def test_pod_has_its_volumes_secrets_and_no_service_links(name: str) -> None:
     assert {mount["name"] for mount in one.get("volumeMounts", ())} == volumes
     secrets = [variable["valueFrom"].get("secretKeyRef") for variable in one["env"] if "valueFrom" in variable]
     assert all(secret["name"] == "rlboost" and secret["key"] in SECRETS for secret in secrets if secret)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_pod_is_admitted_by_the_restricted_standard_and_has_requests(name: str) -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted, and a read-only root."""
+    spec = pod(WORKLOADS[name])
+    (one,) = spec["containers"]
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+    own = spec["securityContext"]
+    assert own["runAsNonRoot"]
+    assert own["runAsUser"] > 0
+    assert own["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert one["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    kinds = {kind for volume in spec.get("volumes", ()) for kind in volume.keys() - {"name"}}
+    assert kinds <= {"emptyDir", "persistentVolumeClaim"}
+    assert "/tmp" in {mount["mountPath"] for mount in one["volumeMounts"]}
+    assert one["resources"]["requests"].keys() >= {"cpu", "memory"}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_pod_is_restarted_if_its_process_hangs_and_not_while_it_waits_for_redis(name: str) -> None:
+    one = container(name)
+    health = {"path": "/healthz", "port": one["ports"][0]["containerPort"]}
+    assert one["livenessProbe"]["httpGet"] == one["startupProbe"]["httpGet"] == health
+    limits = {
+        probe: one[probe]["periodSeconds"] * one[probe]["failureThreshold"]
+        for probe in ("startupProbe", "livenessProbe")
+    }
+    assert limits["startupProbe"] > JOIN_LIMIT_S, "a worker listens once it has joined"
+    assert limits["livenessProbe"] >= 60
 
 
 def test_claims_exist_and_one_pod_at_a_time_uses_them() -> None:

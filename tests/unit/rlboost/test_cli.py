@@ -586,9 +586,9 @@ def test_export_copies_the_result_of_the_newest_run_of_a_name(rest: FakeRest, mo
     ("verb", "state", "printed"),
     [
         ("cancel", "running", "is being cancelled"),
-        ("cancel", "cancelled", "is already cancelled"),
-        ("pause", "paused", "is already paused"),
-        ("resume", "running", "is already running"),
+        ("cancel", "cancelled", "is cancelled and stays so"),
+        ("pause", "paused", "is paused and stays so"),
+        ("resume", "running", "is running and stays so"),
     ],
 )
 def test_job_action_prints_its_effect_on_the_state(rest: FakeRest, verb: str, state: str, printed: str) -> None:

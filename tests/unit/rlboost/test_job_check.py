@@ -102,6 +102,15 @@ def test_resume_folder_must_exist_unless_in_an_object_store(folder: Path) -> Non
         assert not [problem for problem in check(trainer={"resume": resume}) if "resume" in problem]
 
 
+@pytest.mark.parametrize("place", [".rlboost/runs/a", ".rlboost/runs/a/checkpoints/step-000030"])
+def test_resume_of_a_run_without_steps_left_is_refused(folder: Path, place: str) -> None:
+    for step in (20, 30):
+        (folder / f".rlboost/runs/a/checkpoints/step-{step:06d}").mkdir(parents=True)
+    refusal = f"trainer.resume: {place} has 30 steps, and steps is 30: raise steps above 30"
+    assert refusal in check(steps=30, trainer={"resume": place})
+    assert not [problem for problem in check(steps=31, trainer={"resume": place}) if "resume" in problem]
+
+
 @pytest.mark.parametrize("model", ["./bse", "../nowhere/base", "a/b/c", "runs/typo", "/nowhere", "~/nowhere", "gpt2"])
 def test_a_model_that_looks_like_a_path_must_be_there(folder: Path, model: str) -> None:
     (folder / "runs").mkdir()

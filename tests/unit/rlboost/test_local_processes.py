@@ -14,10 +14,12 @@ from rlboost.local.processes import (
     LaunchContext,
     LocalOptions,
     ProcessRole,
+    ProcessSpec,
     initial_processes,
     spec_of,
     spot_names,
 )
+from rlboost.local.supervisor import Child
 from rlboost.services.rollout_manager.domain.offers import Pool
 
 PORTS = {
@@ -177,3 +179,13 @@ def test_only_preemptible_workers_do_not_return_after_exit_code_0() -> None:
     ]
     final = {name for name, role in roles if not spec_of(context(), name, role).restart_after_success}
     assert final == {"worker-1"}
+
+
+async def test_output_of_a_process_whose_log_was_rotated(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("of earlier lives\n" * 9)
+    child = Child(ProcessSpec("a", "manager", (sys.executable, "-c", "print('own')"), log))
+    await child.wait()
+    assert child.output(9) == ["own"]
+    log.write_text("after logrotate\n")
+    assert child.output(9) == ["after logrotate"]

@@ -55,7 +55,9 @@ def test_memory_of_a_model_shows_what_trains_and_serves_it() -> None:
     assert "worker with vLLM, samples of 4,096 tokens at a time:" in lines
     found = json.loads(memory("--model", "base", "--json")[1])
     assert found["parameters"] == MODELS["Qwen3-4B"].total
-    assert list(found["samples"]) == list(GPUS)
+    assert list(found["samples"]) == list(found["samples_fp8"]) == list(GPUS)
+    (row,) = (line.split() for line in lines if line.startswith("24 GB   "))
+    assert row == ["24", "GB", str(found["samples"]["24 GB"]), str(found["samples_fp8"]["24 GB"])]
 
 
 @pytest.mark.usefixtures("folder")
@@ -63,6 +65,9 @@ def test_larger_samples_more_gpus_and_offload_change_the_memory() -> None:
     short, long = (fit_of(QWEN3_4B, tokens) for tokens in (1024, 16_384))
     assert all(one.gib < other.gib for one, other in zip(short.variants, long.variants, strict=True))
     assert all(short.samples[name] > long.samples[name] > 0 for name in GPUS)
+    # A byte of each parameter that is no embedding: 3.6 GB, of which the cache gets 0.85, at 147,456 bytes per token.
+    saved = {name: short.samples_fp8[name] - n for name, n in short.samples.items()}
+    assert set(saved.values()) <= {20, 21}, saved
     whole = {one.name: one for one in short.variants}
     by_gpus = [whole["all weights, 1 GPU"], *(whole[f"all weights, each of {n} GPUs"] for n in (2, 4, 8))]
     assert [one.gib for one in by_gpus] == sorted((one.gib for one in by_gpus), reverse=True)

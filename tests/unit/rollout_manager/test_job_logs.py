@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,6 +15,7 @@ from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.messages import Event, WorkerLog
 from rlboost.shared.process import logs
 from rlboost.shared.process.logs import BUFFER, IN_EVENTS, MAX_BUFFERED, MAX_CHARACTERS, MAX_TAKEN, LogBuffer
+from rlboost.shared.process.system import run_in_thread
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Entry
 from rlboost.shared.streams.job_logs import log_ops, log_sender
@@ -47,6 +49,8 @@ def test_line_has_level_event_and_fields_without_secrets() -> None:
     assert lines_of(buffer) == [
         "info redis_unavailable error=redis://***@10.0.0.5:6379/0 refused *** and *** during=flush"
     ]
+    advice = "give redis://[:PASSWORD@]HOST:PORT/DB"
+    assert buffer.without_secrets(advice) == advice
 
 
 def test_line_of_an_event_is_left_to_the_events_of_the_job() -> None:
@@ -77,9 +81,20 @@ def test_configured_logs_reach_the_buffer_without_the_services_secrets() -> None
         (line,) = BUFFER.take()
     finally:
         structlog.reset_defaults()
-        structlog.contextvars.clear_contextvars()
         BUFFER.hide([])
     assert (line.job, line.text) == ("j-1", "warning joined token=*** other=***")
+
+
+async def test_log_line_of_a_thread_has_the_service_and_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        logs.configure("manager")
+        with structlog.contextvars.bound_contextvars(job="j-1"):
+            await run_in_thread("a-thread", lambda: structlog.get_logger("test").warning("listening"))
+        line = json.loads(capsys.readouterr().err)
+    finally:
+        structlog.reset_defaults()
+        BUFFER.take()
+    assert (line["service"], line["job"]) == ("manager", "j-1")
 
 
 # --- senders ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import httpx
 import pytest
 import structlog
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
 from rlboost.services.rollout_manager.api.jobs import build
@@ -415,13 +416,16 @@ async def test_concurrent_requests_with_one_key_create_one_job(pair: Pair, monke
     assert await increment(names.JOB_COUNTER) == 2
 
 
-async def test_join_without_a_protocol_number_is_rejected(pair: Pair) -> None:
+async def test_join_without_a_protocol_number_is_rejected_and_logged_once(pair: Pair) -> None:
     assert await pair.first.try_lead()
     async with rest(pair, pair.first) as client:
         request = {"name": "w", "role": "preemptible"}
         headers = {PROTOCOL_HEADER: str(PROTOCOL)}
         assert (await client.post("/v1/join", json=request, headers=headers)).status_code == 200
-        refused = [await client.post("/v1/join", json=request), await client.get("/v1/join")]
+        with capture_logs() as logs:
+            refused = [await client.post("/v1/join", json={**request, "name": "old"}) for _ in range(2)]
+            refused.append(await client.get("/v1/join"))
+    assert [(line["event"], line["name"]) for line in logs] == [("worker_refused", "old")]
     for answer in refused:
         assert answer.status_code == 409
         assert f"speaks protocol 1 and this manager {PROTOCOL}" in answer.json()["detail"]

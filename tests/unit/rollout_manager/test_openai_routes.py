@@ -85,10 +85,10 @@ async def test_several_prompts_with_a_key_are_not_generated_again(site: Site) ->
 async def test_samples_of_a_request_with_a_key_are_released_together(site: Site) -> None:
     waiters = site.manager.completion_waiters
     groups = [await site.ask(), await site.ask()]
-    first, second = waiters.register(groups, site.manager.world, resumable=True)
-    waiters.complete(first, 0)
+    ours = waiters.register(groups, site.manager.world, resumable=True)
+    waiters.complete(ours, 0, 0)
     assert not waiters.clients.satisfied
-    waiters.complete(second, 0)
+    waiters.complete(ours, 1, 0)
     assert waiters.clients.satisfied == {group.group for group in groups}
 
 

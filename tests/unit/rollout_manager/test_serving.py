@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from rlboost.services.rollout_manager.domain.world import GRACE_S
-from rlboost.services.rollout_manager.waiters import CompletionFailed, CompletionUnavailable
+from rlboost.services.rollout_manager.waiters import (
+    MAX_CHUNK_TOKENS,
+    CompletionFailed,
+    CompletionUnavailable,
+    Waiter,
+)
 from rlboost.shared.ids import MAX_REQUESTS, SampleId, is_served, job_of, request_group
-from rlboost.shared.messages import JobReport, SampleFailed, Sampling
+from rlboost.shared.messages import JobReport, SampleDropped, SampleFailed, SampleFinished, Sampling
 from rlboost.shared.streams import names
+from rlboost.shared.wire import F32, I32, pack
 from tests.support.serving_rig import Rig
 
 
@@ -131,7 +139,7 @@ async def test_client_requests_affect_neither_seeding_nor_length_estimates(rig: 
     waiter = rig.register(await rig.ask())
     for _ in range(4):
         await rig.work()
-    rig.manager.completion_waiters.complete(waiter, 0)
+    rig.manager.completion_waiters.complete([waiter], 0, 0)
     await rig.turn()
     world = rig.manager.world
     assert not world.ledger.served
@@ -151,3 +159,46 @@ async def test_sample_with_an_option_waits_for_a_worker_that_supports_it(rig: Ri
     for _ in range(3):
         await rig.turn()
     assert request.group in rig.held()["b"]
+
+
+async def test_client_of_a_whole_completion_is_woken_at_its_end_only(rig: Rig) -> None:
+    await rig.start("a")
+    waiters, world = rig.manager.completion_waiters, rig.manager.world
+    request = await rig.ask(sampling=Sampling(max_tokens=3 * MAX_CHUNK_TOKENS), expires_at=9e10)
+    (waiter,) = waiters.register([request], world, resumable=False, whole=True)
+    chunks = waiters.follow([waiter])
+    first = asyncio.create_task(anext(chunks))
+    n_woken = 0
+    while (sample := waiter.sample(0)) is None or not sample.finish:
+        await rig.work()
+        n_woken += waiter.changed.is_set()
+        await asyncio.sleep(0)
+    found = [await first, *[chunk async for chunk in chunks]]
+    sizes = [len(chunk.tokens) for _, chunk in filter(None, found)]
+    assert (sum(sizes), max(sizes), n_woken) == (3 * MAX_CHUNK_TOKENS, MAX_CHUNK_TOKENS, 1)
+    assert [chunk.finish for _, chunk in filter(None, found)] == [None, None, "length"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_turn_that_had_ended_comes_in_chunks(rig: Rig, whole: bool) -> None:
+    request = rig.request(served=False)
+    tokens = list(range(2 * MAX_CHUNK_TOKENS + 1))
+    end = SampleFinished(
+        sample=request.group,
+        tokens=pack(tokens, I32),
+        logprobs=pack([0.0] * len(tokens), F32),
+        finish="stop",
+        spans=[("a", 0, len(tokens))],
+        attempts=1,
+        group_done=True,
+    )
+    waiter = Waiter.of_ended(request, rig.manager.world)
+    waiter.whole = whole
+    waiter.end(end)
+    found = [item async for item in rig.manager.completion_waiters.follow([waiter]) if item]
+    assert [token for _, chunk in found for token in chunk.tokens] == tokens
+    assert [chunk.finish for _, chunk in found] == [None, None, "stop"]
+    waiter = Waiter.of_ended(request, rig.manager.world)
+    waiter.end(SampleDropped(sample=request.group, reason="out of time", group_done=True))
+    with pytest.raises(CompletionFailed, match="out of time"):
+        await anext(rig.manager.completion_waiters.follow([waiter]))

@@ -44,7 +44,7 @@ class Client:
             check_completion(tokens, sample.spans)
             if chunk.finish:
                 assert len(tokens) == self.waiter.request.sampling.max_tokens
-                self.manager.completion_waiters.complete(self.waiter, member)
+                self.manager.completion_waiters.complete([self.waiter], 0, member)
 
 
 class SpotWithClients(Spot):

@@ -130,8 +130,10 @@ def test_half_a_character_in_an_argument_is_escaped() -> None:
 def test_special_tokens_are_read_and_are_no_text() -> None:
     reader = CallReader(HERMES, [ADD], call_ids("answer"))
     body = '{"name": "add", "arguments": {"a": 1}}'
-    text = reader.add("a ") + reader.add("<|x|>", "<|x|>") + reader.add("b") + reader.add("<tool_call>", "<tool_call>")
-    text += reader.add(body) + reader.add("</tool_call>", "</tool_call>") + reader.add("<|y|>", "<|y|>")
+    text = (
+        reader.add("a ") + reader.add("<|x|>", {"<|x|>"}) + reader.add("b") + reader.add("<tool_call>", {"<tool_call>"})
+    )
+    text += reader.add(body) + reader.add("</tool_call>", {"</tool_call>"}) + reader.add("<|y|>", {"<|y|>"})
     rest, calls = reader.finish("<|im_end|>")
     assert (text + rest, arguments_of(calls)) == ("a b", [{"a": 1}])
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel
 
+from rlboost.services.rollout_manager.serving.schemas import parse_chat
 from rlboost.services.rollout_manager.serving.structured import (
     ANY_OBJECT,
     MAX_DEPTH,
@@ -17,6 +18,7 @@ from rlboost.services.rollout_manager.serving.structured import (
     schema_of_format,
     schema_of_vllm,
 )
+from rlboost.shared.http.problem import Problem
 from rlboost.shared.model.tool_calls import HERMES, CallStyle
 from tests.support.tool_model import ADD
 
@@ -42,6 +44,16 @@ class Answer(BaseModel):
     pets: list[Cat | Dog]
     tree: Tree
     labels: dict[str, int]
+
+
+def test_large_schema_of_cheap_parts_is_accepted() -> None:
+    required = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(999)}}
+    required["required"] = [*required["properties"]]
+    form = {"type": "string", "pattern": r"^[A-Z]{2}\d{4,8}$"}
+    # A property, and a value, may be called so.
+    named = {"type": "object", "properties": {"pattern": {"enum": [{"pattern": "a" * 2000}]}, "form": form}}
+    for schema in (required, named):
+        assert checked_schema(schema) == schema
 
 
 def test_schemas_of_pydantic_are_accepted() -> None:
@@ -91,6 +103,12 @@ def nested(depth: int) -> dict[str, Any]:
         ({"type": "string", "format": "color"}, "format is 'color'"),
         (nested(MAX_DEPTH), "is nested more than"),
         ({"enum": ["a" * (1 << 16)]}, "more than 65536 characters"),
+        ({"anyOf": [{"type": "string", "pattern": "a" * 600}] * 2}, "patterns have 1200 characters"),
+        ({"type": "array", "items": {"type": "string", "pattern": "[a-z]{1,60}" * 5}}, "add up to 305"),
+        ({"type": "string", "pattern": "(a*|b)?.+" * 11}, "patterns have 33 of"),
+        ({"type": "object", "properties": {"enum": {"type": "string", "pattern": "a" * 1025}}}, "have 1025 characters"),
+        ({"$ref": "#/default/a", "default": {"a": {"multipleOf": 2}}}, "this is no schema of this one"),
+        ({"type": "object", "properties": {f"p{i}": True for i in range(257)}}, "schema: 257 properties are not req"),
     ],
 )
 def test_schema_that_no_grammar_enforces_is_refused_by_place(schema: Any, text: str) -> None:
@@ -110,6 +128,23 @@ def test_unknown_format_is_refused(given: Any) -> None:
 def test_other_constraints_of_vllm_are_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"only json|no JSON"):
         schema_of_vllm(given)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ([{"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 2}}}], "'f0' .*a: multipleOf"),
+        ([{"type": "object", "properties": {}, "description": "d" * 9000}] * 8, "65536 characters in all"),
+        ([{"type": "object", "properties": {"a": {"type": "string", "pattern": "a" * 600}}}] * 2, "1200 characters"),
+    ],
+)
+def test_parameters_that_no_grammar_enforces_are_refused_for_required_calls(parameters: Any, text: str) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": one}} for i, one in enumerate(parameters)]
+    chat = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools}
+    assert parse_chat(chat).tools
+    for more in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        with pytest.raises(Problem, match=text):
+            parse_chat(chat | more)
 
 
 def test_answer_is_json_or_a_call_in_the_style_of_the_model() -> None:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
 import sys
 
 import pytest
 
 from rlboost.shared.errors import ConfigError, Retryable, WaitTimedOut
 from rlboost.shared.process import logs
-from rlboost.shared.process.lifecycle import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, LoopEnded, run_service, supervise
+from rlboost.shared.process.lifecycle import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_OK,
+    LoopEnded,
+    on_stop_signals,
+    run_service,
+    supervise,
+)
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.settings import ServiceSettings
+from tests.support.eventually import LIMIT_S, eventually
 
 
 async def until_told(stop: asyncio.Event) -> None:
@@ -80,6 +92,56 @@ def test_run_service_reports_expected_errors_in_one_line(
 
     assert run_service("a_service", ServiceSettings, main) == code
     assert capsys.readouterr().err == (f"a_service: {error}\n" if error else "")
+
+
+@pytest.mark.parametrize("by_nohup", [False, True])
+async def test_closed_terminal_stops_a_process_unless_nohup_started_it(*, by_nohup: bool) -> None:
+    seen: list[signal.Signals] = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if by_nohup else signal.SIG_DFL)
+    try:
+        on_stop_signals(seen.append)
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        await eventually(lambda: signal.SIGTERM in seen)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(signal.SIGHUP, before)
+    assert (signal.SIGHUP in seen) is not by_nohup
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_second_stop_signal_while_the_process_ends_leaves_its_exit_code(number: signal.Signals) -> None:
+    script = """
+import atexit, sys
+from rlboost.shared.process import lifecycle
+from rlboost.shared.settings import ServiceSettings
+
+lifecycle.loop_factory = lambda: None  # uvloop leaves its handlers until the interpreter removes them, after atexit
+
+async def main(_, stop):
+    print("runs", flush=True)
+    await stop.wait()
+
+def end():
+    print("ends", flush=True)
+    sys.stdin.readline()
+
+atexit.register(end)
+sys.argv = ["a_service"]
+sys.exit(lifecycle.run_service("a_service", ServiceSettings, main))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for line in ("runs\n", "ends\n"):
+            assert process.stdout.readline() == line
+            process.send_signal(number)
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert process.wait(LIMIT_S) == EXIT_OK
 
 
 async def test_waits_lists_a_wait_and_ends_it_at_its_limit() -> None:

@@ -136,6 +136,12 @@ def test_a_job_in_trouble_has_one_warning(rows: list[dict[str, float]], at: tupl
     assert raised(rows) == [at]
 
 
+@pytest.mark.parametrize(("ratio", "share"), [(1.0, "all completions of each"), (0.95, "95.0% or more of the compl")])
+def test_clipped_completions_are_counted_in_words(ratio: float, share: str) -> None:
+    (_, change), *_ = changes([rl(completions__clipped_ratio=ratio)] * 3)
+    assert change.finding.seen.startswith(share)
+
+
 def test_rewards_that_do_not_differ_across_a_batch_are_a_signal_for_batch_statistics() -> None:
     batch = JobFacts("j-1", compares_within_groups=False)
     assert raised([rl(frac_reward_zero_std=1.0)] * 4, batch) == []

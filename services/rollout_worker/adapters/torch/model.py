@@ -49,7 +49,7 @@ def target_of(name: str, tensor: torch.Tensor, targets: Mapping[str, torch.Tenso
     if torch.promote_types(tensor.dtype, target.dtype) != target.dtype:
         raise UnsuitableWeights(
             f"weights: {name} is {tensor.dtype} and the engine's {target.dtype} would round it; "
-            f"set RLBOOST_WORKER_DTYPE to the dtype of the weights, or publish them as {target.dtype}"
+            f"set RLBOOST_WORKER_DTYPE to the dtype of the weights, or publish them as {target.dtype} (trainer.dtype)"
         )
     return target
 

@@ -97,7 +97,8 @@ def start(config_json: str, options: VllmOptions, tokenizer_json: str = "") -> A
     except RLBoostError:
         raise
     except Exception as error:  # vLLM and transformers raise any for a model that they cannot run
-        raise UnsuitableWeights(f"vllm cannot run this model on this machine: {error}") from error
+        why = ". ".join(filter(None, (f"vllm cannot run this model on this machine: {error}", options.suspects)))
+        raise UnsuitableWeights(why) from error
 
 
 def _routed_shape(model: Any) -> RoutedShape:

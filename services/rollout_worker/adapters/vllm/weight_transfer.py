@@ -196,6 +196,14 @@ class CacheWeightTransfer(WeightTransferEngine[NoInit, Update]):  # type: ignore
         return not why
 
     def _reload(self, pulled: PulledVersion) -> None:
+        methods = {
+            type(module.quant_method).__name__ for module in self.model.modules() if hasattr(module, "quant_method")
+        }
+        if self.vllm_config.quant_config and all(name.startswith(("Unquantized", "None")) for name in methods):
+            raise UnsuitableWeights(
+                f"vllm quantizes no layer of this model with {self.model_config.quantization}, which "
+                "RLBOOST_WORKER_VLLM_ARGS asks for: use a method for its layers, such as fp8_per_channel, or remove it"
+            )
         parameters = {name for name, _ in self.model.named_parameters()}
         if current_platform.is_cpu():
             for module in self.model.modules():
@@ -228,7 +236,7 @@ class CacheWeightTransfer(WeightTransferEngine[NoInit, Update]):  # type: ignore
             if tensor.ndim > 1 and torch.promote_types(tensor.dtype, dtype) != dtype:
                 raise UnsuitableWeights(
                     f"{name} is {tensor.dtype}, which the engine's {dtype} would round: set RLBOOST_WORKER_DTYPE to "
-                    f"the dtype of the weights"
+                    f"the dtype of the weights, or publish them as {dtype} (trainer.dtype)"
                 )
             shapes[name] = tuple(tensor.shape), tensor.dtype
             yield name, tensor
