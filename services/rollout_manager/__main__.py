@@ -11,6 +11,7 @@ import structlog
 
 from rlboost.services.rollout_manager.access import RedisWorkerUsers, WorkerIdentities
 from rlboost.services.rollout_manager.adapters.aws import Aws
+from rlboost.services.rollout_manager.adapters.model_folders import ModelFolders
 from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
 from rlboost.services.rollout_manager.adapters.providers import Kubernetes, ShellCommand
 from rlboost.services.rollout_manager.adapters.text import TextProcesses, load_model_files
@@ -61,8 +62,9 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     scaler = FleetScaler(manager, clients_bus, config, providers)
     credentials = StoreCredentials(manager, config.token.get_secret_value())
     text = TextProcesses()
-    routes = partial(add_openai_routes, load_model_files=load_model_files, text=text)
-    app = build(manager, clients_bus, config, [routes], error_format, scaler)
+    folders = ModelFolders()
+    routes = partial(add_openai_routes, find_model_folder=folders, load_model_files=load_model_files, text=text)
+    app = build(manager, clients_bus, config, [routes], error_format, scaler, folders)
     add_page(app)
     collect_garbage_rarely()
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -141,12 +141,15 @@ class ModelFiles:
     """The contents of a job's model folder without the weights; all fields but `name` are empty without a folder."""
 
     name: str
+    """The folder."""
     tokenizer: Tokenizer | None = None
     chat_template: ChatTemplate | None = None
     stop_token_ids: tuple[int, ...] = ()
     max_len: int | None = None
     """The most tokens of a prompt and its completion together."""
     vocab_size: int | None = None
+    problem: str = ""
+    """Why there is no folder, and what to do."""
 
 
 class TextProcessor(Protocol):
@@ -183,6 +186,13 @@ class TextProcessor(Protocol):
 
     async def call_style(self, model: str) -> CallStyle:
         """Return how a model's chat template writes tool calls; see `encode` for errors."""
+
+
+FindModelFolder = Callable[[str, str], Awaitable[str]]
+"""Returns the folder with the tokenizer of a job's model, by the job's id and its `model`, which may be one of the Hub.
+
+A path is returned as it is. Raises `TokenizationError` if no model can be downloaded, `TextProcessesBusy` while one is.
+"""
 
 
 LoadModelFiles = Callable[[str], ModelFiles]

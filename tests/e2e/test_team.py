@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 import yaml
 
-from tests.support.black_box import ROOT, BlackBox, Observer, black_box
+from tests.support.black_box import ROOT, Observer, black_box
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -29,14 +26,6 @@ def team(**changes: Any) -> dict[str, Any]:
     return {**spec, "steps": STEPS, "eval": {"every": 10, "samples": PROMPTS}, **changes}
 
 
-def trainer_of(box: BlackBox, job_id: str) -> int:
-    """Return the process that trains a job."""
-    names = {process["name"]: process["pid"] for process in box.processes("trainer")}
-    with redis.Redis.from_url(box.redis_url) as client:
-        name: Any = client.hget("rlboost:jobs.trainers", job_id)
-    return int(names[name.decode()])
-
-
 def test_team_survives_the_death_of_each_trainer_manager_and_worker(tmp_path: Path) -> None:
     with black_box(tmp_path / "state", trainers=2, reserved=2, workers=2) as box, ExitStack() as stack:
         solver = box.submit(team())
@@ -46,7 +35,7 @@ def test_team_survives_the_death_of_each_trainer_manager_and_worker(tmp_path: Pa
             box.until_step(solver, step)
             assert box.until_busy(solver)
             if victim in jobs:
-                os.kill(trainer_of(box, victim), signal.SIGKILL)
+                box.kill_trainer_of(victim)
             else:
                 box.kill(victim)
         for job in jobs:

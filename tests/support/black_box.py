@@ -315,6 +315,13 @@ class BlackBox:
         if number == signal.SIGKILL:
             self.until(lambda: victim not in {p["pid"] for p in self.processes(role)}, f"{role} is known to be dead")
 
+    def kill_trainer_of(self, job_id: str) -> None:
+        """Kill the process that trains a job."""
+        with redis.Redis.from_url(self.redis_url) as client:
+            name: Any = client.hget("rlboost:jobs.trainers", job_id)
+        pids = {process["name"]: process["pid"] for process in self.processes("trainer")}
+        os.kill(pids[name.decode()], signal.SIGKILL)
+
     def until_step(self, job_id: str, step: int, within_s: float = 180) -> None:
         """Wait until a job has done so many steps."""
 

@@ -1,12 +1,13 @@
-"""A stand-in of the Hugging Face Hub: what `create_repo` and `upload_folder` of its library ask for."""
+"""A stand-in of the Hugging Face Hub: what its library asks for to create, upload to and download repositories."""
 
 from __future__ import annotations
 
 import base64
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -28,6 +29,8 @@ class Hub(ThreadingHTTPServer):
         """SHA-256 of a large file -> content."""
         self.forbidden = False
         """Whether the token may create no repository."""
+        self.models: dict[str, dict[str, bytes]] = {}
+        """Name of each repository that may be downloaded -> path -> content."""
 
     @property
     def url(self) -> str:
@@ -42,10 +45,24 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"error": "Invalid user token."}, 401)
         elif self.path == "/api/whoami-v2":
             self._answer({"name": "me", "type": "user"})
+        elif (model := "/".join(self.path.removeprefix("/api/models").split("/")[1:3])) in self.server.models:
+            self._serve(model, self.server.models[model])
         elif "/tree/main" in self.path:
             files = self.server.files.items()
             self._answer([{"type": "file", "path": path, "oid": "", "size": len(data)} for path, data in files])
         else:  # is there such a file? none is large and known
+            self._answer({"error": "Entry not found"}, 404)
+
+    def _serve(self, model: str, files: dict[str, bytes]) -> None:
+        """Answer what a download asks for: the newest revision, its files, and one of them."""
+        revision = sha1(repr(files).encode(), usedforsecurity=False).hexdigest()
+        if "/revision/" in self.path:
+            self._answer({"id": model, "sha": revision})
+        elif "/tree/" in self.path:
+            self._answer([{"type": "file", "path": path, "oid": path, "size": len(files[path])} for path in files])
+        elif (path := self.path.rpartition("/")[2]) in files:
+            self._answer(files[path], headers={"ETag": f'"{revision}-{path}"', "X-Repo-Commit": revision})
+        else:
             self._answer({"error": "Entry not found"}, 404)
 
     do_HEAD = do_GET  # noqa: N815 - the name of the class above
@@ -101,10 +118,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.stored[self.path.rpartition("/")[2]] = content
         self._answer({})
 
-    def _answer(self, answer: Any, status: int = 200) -> None:
-        body = json.dumps(answer).encode()
+    def _answer(self, answer: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":

@@ -28,6 +28,13 @@ class Site(Rig):
     def __init__(self) -> None:
         super().__init__()
         self.files = ModelFiles("m", tokenizer=FakeTokenizer(), stop_token_ids=(2,))
+        self.not_found: Exception | None = None
+        """Why there is no model's folder."""
+
+        async def find(_: str, model: str) -> str:
+            if self.not_found:
+                raise self.not_found
+            return model
 
         def load(_: str) -> ModelFiles:
             return self.files
@@ -38,7 +45,14 @@ class Site(Rig):
                     self.manager,
                     self.bus,
                     Settings(token=TOKEN),
-                    [partial(add_openai_routes, load_model_files=load, text=InlineTextProcessor(load))],
+                    [
+                        partial(
+                            add_openai_routes,
+                            find_model_folder=find,
+                            load_model_files=load,
+                            text=InlineTextProcessor(load),
+                        )
+                    ],
                     error_format,
                 )
             ),

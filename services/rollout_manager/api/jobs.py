@@ -37,6 +37,7 @@ from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.wait_status import job_phase, job_wait_status, redis_wait
 from rlboost.services.rollout_manager.fleet_loops import FleetScaler
 from rlboost.services.rollout_manager.loop import Manager
+from rlboost.services.rollout_manager.ports import FindModelFolder, TokenizationError
 from rlboost.services.rollout_manager.session_offers import Named, SessionOffers
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.access import signed
@@ -108,6 +109,7 @@ def build(
     extensions: Iterable[Extension] = (),
     error_format_for_other_paths: Callable[[Collection[str]], ErrorFormat] | None = None,
     scaler: FleetScaler | None = None,
+    find_model_folder: FindModelFolder | None = None,
 ) -> FastAPI:
     """Return the manager's HTTP app.
 
@@ -119,6 +121,7 @@ def build(
         error_format_for_other_paths: takes the first parts of this module's paths under `/v1`; returns the format of
             the errors of all other routes.
         scaler: decides the number of spot workers; one without a provider when None.
+        find_model_folder: finds the folders of models; without it each is a path.
 
     """
     tokens = TokenTable(bus, settings.token.get_secret_value(), settings.join_token.get_secret_value())
@@ -143,6 +146,7 @@ def build(
     app.state.scaler = scaler or FleetScaler(manager, bus, settings)
     app.state.followers = history.EventFollowers(bus)
     app.state.creating = asyncio.Lock()
+    app.state.find_model_folder = find_model_folder or _path
     app.state.external_reads = asyncio.Semaphore(external.MAX_READS)
     app.include_router(router)
     return app
@@ -222,10 +226,17 @@ async def job_file(job: OneJob) -> dict[str, Any]:
     return found
 
 
+async def _path(_: str, model: str) -> str:
+    return model
+
+
 @ROUTES("GET", "/jobs/{job_id}/tokenizer", "worker", "jobs", responses=_JOB)
-async def tokenizer(job: OneJob) -> FileResponse:
+async def tokenizer(job: OneJob, find: Annotated[FindModelFolder, of_app("find_model_folder")]) -> FileResponse:
     """Return the `tokenizer.json` of the job's model, with which workers follow the grammars of structured outputs."""
-    file = Path(job.spec.model) / "tokenizer.json"
+    try:
+        file = Path(await find(job.id, job.spec.model)) / "tokenizer.json"
+    except TokenizationError as error:
+        raise Problem(404, "No tokenizer", str(error)) from error
     if not await asyncio.to_thread(file.is_file):
         raise Problem(404, "No tokenizer", f"there is no file {file} on the manager's machine")
     return FileResponse(file, media_type="application/json")

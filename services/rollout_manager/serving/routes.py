@@ -18,9 +18,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.ports import (
+    FindModelFolder,
     InvalidJson,
     LoadModelFiles,
+    ModelFiles,
     TemplateOptions,
+    TextProcessesBusy,
     TextProcessor,
     TokenizationError,
 )
@@ -78,11 +81,12 @@ def add_openai_routes(
     bus: Bus,
     settings: Settings,
     *,
+    find_model_folder: FindModelFolder,
     load_model_files: LoadModelFiles,
     text: TextProcessor,
 ) -> None:
     """Add the routes to the manager's API."""
-    served_models = ModelCache(load_model_files, text)
+    served_models = ModelCache(find_model_folder, load_model_files, text)
     conversations, sessions = Conversations(manager, bus), Sessions(manager, bus)
     completion = partial(Completion, manager, conversations, settings.serve_limit_s)
     body_limit = partial(_body_limit, manager, served_models)
@@ -286,20 +290,22 @@ async def _unless_disconnected(http: Request, response: Coroutine[Any, Any, dict
 class ModelCache:
     """The models of jobs, least recently used first; a folder without a tokenizer is read again each time."""
 
-    def __init__(self, load_model_files: LoadModelFiles, text: TextProcessor) -> None:
-        self._load, self._text = load_model_files, text
+    def __init__(self, find: FindModelFolder, load: LoadModelFiles, text: TextProcessor) -> None:
+        self._find, self._load, self._text = find, load, text
         self._models: OrderedDict[str, ServedModel] = OrderedDict()
+        """By folder."""
+        self._context: dict[str, int | None] = {}
+        """By the `model` of a job: its most tokens."""
 
     def context_length(self, job: Job) -> int:
         """Return the most tokens of a job's model; a default while they are not known."""
-        model = self._models.get(job.spec.model)
-        return (model.files.max_len if model else None) or DEFAULT_CONTEXT
+        return self._context.get(job.spec.model) or DEFAULT_CONTEXT
 
     async def max_len(self, job: Job) -> int | None:
         """Return the most tokens of a prompt and its completion together; None if they are not known."""
         try:
             return (await self.get(job)).files.max_len
-        except Problem:  # which requests to this model get
+        except (Problem, TextProcessesBusy):  # which requests to this model get
             return None
 
     async def get(self, job: Job) -> ServedModel:
@@ -307,9 +313,13 @@ class ModelCache:
 
         Raises:
             Problem: 400, a file of the model is invalid.
+            TextProcessesBusy: its files are being downloaded.
 
         """
-        name = job.spec.model
+        try:
+            name = await self._find(job.id, job.spec.model)
+        except TokenizationError as error:  # token ids need no tokenizer
+            return ServedModel(ModelFiles(job.spec.model, problem=str(error)), self._text)
         if name not in self._models:
             try:
                 model = ServedModel(await asyncio.to_thread(self._load, name), self._text)
@@ -318,6 +328,7 @@ class ModelCache:
             if not model.has_tokenizer:
                 return model  # its folder may appear later
             self._models[name] = model
+        self._context[job.spec.model] = self._models[name].files.max_len
         self._models.move_to_end(name)
         while len(self._models) > MODELS_CACHED:
             self._models.popitem(last=False)

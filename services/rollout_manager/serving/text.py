@@ -155,10 +155,11 @@ class ServedModel:
 
     def _tokenizer(self) -> Tokenizer:
         if self.files.tokenizer is None:
-            raise TokenizationError(
+            missing = (
                 f"the manager finds no tokenizer.json in {self.files.name}: send the prompt as token ids, or put the "
                 "model's folder where the manager can read it"
             )
+            raise TokenizationError(self.files.problem or missing)
         return self.files.tokenizer
 
 

@@ -12,7 +12,13 @@ import pytest
 import structlog
 from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError
 
-from rlboost.services.rollout_manager.ports import NO_OPTIONS, ModelFiles, TemplateOptions, TokenizationError
+from rlboost.services.rollout_manager.ports import (
+    NO_OPTIONS,
+    ModelFiles,
+    TemplateOptions,
+    TextProcessesBusy,
+    TokenizationError,
+)
 from rlboost.services.rollout_manager.serving import completion
 from rlboost.services.rollout_manager.serving.routes import BODY_BYTES
 from rlboost.services.rollout_manager.serving.schemas import (
@@ -124,6 +130,27 @@ async def test_prompt_that_the_model_cannot_take_is_named_by_its_number(site: Si
     site.files = ModelFiles("m", tokenizer=FakeTokenizer(), max_len=4)
     with pytest.raises(BadRequestError, match="prompt 1: a prompt of 4 tokens"):
         await site.client().completions.create(model="j", prompt=[[3], [3] * 4])
+
+
+async def test_model_that_cannot_be_downloaded_takes_token_ids_and_says_why_no_text(site: Site) -> None:
+    site.not_found = TokenizationError("the Hub is down")
+    made = await site.client().completions.create(model="j", prompt=[3], max_tokens=4)
+    assert made.usage is not None
+    assert made.usage.completion_tokens
+    for text in (
+        site.client().completions.create(model="j", prompt="t3"),
+        site.client().chat.completions.create(model="j", messages=CHAT),
+    ):
+        with pytest.raises(BadRequestError, match="the Hub is down"):
+            await text
+    assert (await site.client().models.list()).data[0].id == "j"
+    site.not_found = TextProcessesBusy("it is being downloaded")
+    with pytest.raises(APIStatusError, match="it is being downloaded") as caught:
+        await site.client().completions.create(model="j", prompt="t3")
+    assert caught.value.status_code == 503
+    assert (await site.client().models.list()).data[0].id == "j"
+    site.not_found = None
+    assert (await site.client().completions.create(model="j", prompt="t3", max_tokens=4)).choices[0].text
 
 
 CHATS_ONLY = {

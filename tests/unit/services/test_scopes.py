@@ -107,7 +107,9 @@ async def save(bus: MemoryBus, token: AccessToken) -> None:
 
 def manager_app(bus: MemoryBus) -> FastAPI:
     def openai(router: Any, manager: Any, bus: Any, settings: Any) -> None:
-        add_openai_routes(router, manager, bus, settings, load_model_files=Mock(), text=Mock())
+        add_openai_routes(
+            router, manager, bus, settings, find_model_folder=Mock(), load_model_files=Mock(), text=Mock()
+        )
 
     manager = Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0)  # it does not lead: admitted requests get a 503
     return manager_api.build(manager, bus, Settings(token=SYSTEM), [openai])

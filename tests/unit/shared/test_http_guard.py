@@ -32,7 +32,9 @@ _CLIENTS = itertools.count()
 
 def manager_app() -> FastAPI:
     def openai(router: Any, manager: Any, bus: Any, settings: Any) -> None:
-        add_openai_routes(router, manager, bus, settings, load_model_files=Mock(), text=Mock())
+        add_openai_routes(
+            router, manager, bus, settings, find_model_folder=Mock(), load_model_files=Mock(), text=Mock()
+        )
 
     manager = Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0)
     return manager_api.build(manager, MemoryBus(), Settings(token=TOKEN), [openai])
