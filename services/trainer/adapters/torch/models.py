@@ -97,7 +97,8 @@ def freeze_towers(model: Any, *, all_of_them: bool) -> None:
     """Freeze what a model has besides its language model; of families that get images here, only if asked."""
     if model.config.get_text_config() is model.config or (model.config.model_type in FAMILIES and not all_of_them):
         return
-    trained = {id(one) for part in (model.get_decoder(), model.get_output_embeddings()) for one in part.parameters()}
+    head = model.get_output_embeddings() or model.score  # of a reward model
+    trained = {id(one) for part in (model.get_decoder(), head) for one in part.parameters()}
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
 
@@ -174,7 +175,7 @@ def whole_critic(source: Path, attention: str) -> ValueModel:
         body: Any = AutoModel.from_pretrained(
             source,
             dtype=torch.float32,
-            attn_implementation=attention,
+            attn_implementation=implementation_of(source, attention),
             experts_implementation=EXPERTS,
             local_files_only=True,
         )
