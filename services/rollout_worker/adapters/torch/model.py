@@ -353,8 +353,10 @@ class Weights:
 
     def __init__(self, model: Model) -> None:
         tensors: dict[str, torch.Tensor] = model.state_dict()
+        names = names_in_files(model)
         # Trainers outside of the system may publish the model's own names.
-        self._tensors = {**tensors, **by_file_name(tensors, names_in_files(model))}
+        self._tensors = {**tensors, **by_file_name(tensors, names)}
+        self._matrices = {name: own for name, own in names.items() if len(own) > 1}
         self.complete = False
         """True if every tensor has been loaded and no load has failed since."""
 
@@ -382,7 +384,7 @@ class Weights:
         for name, tensor in tensors:
             target = target_of(name, tensor, self._tensors)
             target.copy_(tensor)
-            loaded.add(target.data_ptr())
+            loaded.update(self._tensors[own].data_ptr() for own in self._matrices.get(name, (name,)))
         if not may_be_partial:
             check_nothing_missing([name for name, own in self._tensors.items() if own.data_ptr() not in loaded])
         self.complete = True
