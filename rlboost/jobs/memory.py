@@ -253,7 +253,6 @@ def trained_model(
         trains_tower: False if the family's towers are never trained.
 
     """
-    freezes_tower = spec.trainer.freeze_vision_tower or not trains_tower
     return TrainedModel(
         n_parameters,
         frozen=spec.adapter is not None,
@@ -261,7 +260,7 @@ def trained_model(
         has_entropies=spec.kind == "rl" and spec.algorithm.entropy_coef > 0,
         muon=spec.optimizer.name == "muon",
         n_in_experts=n_in_experts,
-        n_frozen=n_in_tower if freezes_tower and spec.adapter is None else 0,
+        n_frozen=n_in_tower if spec.adapter is None and (spec.trainer.freeze_vision_tower or not trains_tower) else 0,
         n_added=n_added,
         n_teacher=n_teacher,
         scores=spec.kind == "reward",
