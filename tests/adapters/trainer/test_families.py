@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Llama4Config, OlmoHybridConfig
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
@@ -70,6 +70,30 @@ def test_update_is_published_under_the_names_of_the_files(tmp_path: Path, family
     assert count_in_tower(source) == sum(before[name].numel() for name in towers)
     for name in towers:  # also by weight decay
         assert torch.equal(after[name], before[name]), name
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5_moe"])
+def test_other_names_of_files_are_kept(tmp_path: Path, family: str) -> None:
+    """As published on the Hugging Face Hub, with a tower's older names, or all experts of a layer in a tensor."""
+    source = families.write(tmp_path / "source", family)
+    if family == "gemma3":
+        given = {name.replace("tower.", "tower.vision_model."): tensor for name, tensor in tensors(source).items()}
+    else:
+        given = families.load(source, family).state_dict()
+    save_file(given, source / "model.safetensors", {"format": "pt"})
+    alone = trained(source)
+    with rank_policies.policy(OPTIMIZER, backend="torch", data_parallel=2) as ranks:
+        ranks.load_hf(source)
+        for policy in (alone, ranks):
+            policy.accumulate([rows(4)], LOSS)
+            policy.step(1e-3)
+        found, expected = (
+            tensors(saved(policy, source, tmp_path / name)) for policy, name in ((ranks, "ranks"), (alone, "alone"))
+        )
+    assert found.keys() == expected.keys() == given.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=0, msg=name)
+    check_logprobs(alone, families.load(tmp_path / "alone", family), 7)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])

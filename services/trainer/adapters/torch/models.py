@@ -104,13 +104,13 @@ def freeze_towers(model: Any, *, all_of_them: bool) -> None:
 
 
 def file_names(source: Path, *, scores: bool = False) -> FileNames:
-    """Return the names in files of the tensors of the model in a directory, whose weights are not read.
+    """Return the names in files of the tensors of the model in a directory, of which the headers are read.
 
     Raises:
         ConfigError: see `names_in_files` and `empty_model`.
 
     """
-    return names_in_files(empty_model(source, "eager", scores=scores))
+    return names_in_files(empty_model(source, "eager", scores=scores), read_tensor_shapes(source))
 
 
 _OPTIONS: tuple[dict[str, Any], dict[str, Any]] = {}, {"num_labels": 1}
