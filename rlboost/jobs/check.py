@@ -38,7 +38,7 @@ from rlboost.shared.data.rows import (
     names_of,
     read_rows,
 )
-from rlboost.shared.data.vision import vision_of
+from rlboost.shared.data.vision import FAMILIES, vision_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.data import (
@@ -94,7 +94,10 @@ def fit(spec: JobSpec, devices: DeviceSummary) -> Fit:
         _check_engines(spec, config.get("text_config", config), n_parameters, devices, found)
     if spec.kind != "eval" and spec.trainer.nodes == 1:  # the GPUs of other machines are not known here
         added = _added_parameters(spec, config)
-        model = memory.trained_model(spec, n_parameters, n_in_experts, *added, n_in_tower=n_in_tower)
+        trains_tower = config.get("model_type") in FAMILIES
+        model = memory.trained_model(
+            spec, n_parameters, n_in_experts, *added, n_in_tower=n_in_tower, trains_tower=trains_tower
+        )
         _check_trainer(spec, model, devices, found)
     return found
 

@@ -188,7 +188,7 @@ class TrainedModel:
     n_in_experts: int = 0
     """How many of the parameters are in experts, which megatron's `expert_parallel` divides."""
     n_frozen: int = 0
-    """How many of them are in a vision tower that is not trained; only with torch, and without an adapter."""
+    """How many of them are in towers that are not trained; only with torch, and without an adapter."""
     n_added: int = 0
     """Parameters of an adapter and of a critic, which AdamW trains in float32; only with torch."""
     n_teacher: int = 0
@@ -238,6 +238,7 @@ def trained_model(
     n_reward_models: int = 0,
     *,
     n_in_tower: int = 0,
+    trains_tower: bool = True,
 ) -> TrainedModel:
     """Return what a job trains.
 
@@ -248,7 +249,8 @@ def trained_model(
         n_added: see `added_parameters`.
         n_teacher: see `teacher_parameters`.
         n_reward_models: see `scoring_parameters`.
-        n_in_tower: how many parameters are in the vision tower.
+        n_in_tower: how many parameters are in towers for images or sound.
+        trains_tower: False if the family's towers are never trained.
 
     """
     return TrainedModel(
@@ -258,7 +260,7 @@ def trained_model(
         has_entropies=spec.kind == "rl" and spec.algorithm.entropy_coef > 0,
         muon=spec.optimizer.name == "muon",
         n_in_experts=n_in_experts,
-        n_frozen=n_in_tower if spec.trainer.freeze_vision_tower and spec.adapter is None else 0,
+        n_frozen=n_in_tower if spec.adapter is None and (spec.trainer.freeze_vision_tower or not trains_tower) else 0,
         n_added=n_added,
         n_teacher=n_teacher,
         scores=spec.kind == "reward",

@@ -416,7 +416,7 @@ def _model_checks(spec: JobSpec, source: Path) -> list[Callable[[], object]]:
         return [described]
     checks: list[Callable[[], object]] = [described, *(partial(model_checks.CHECKS[key], model) for key in keys)]
     if adapter is not None and is_installed("peft"):
-        checks.append(partial(model_checks.require_adaptable, model, adapter))
+        checks.append(partial(model_checks.require_adaptable, source, model, adapter))
     return checks
 
 

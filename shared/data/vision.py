@@ -41,8 +41,10 @@ FAMILIES = {
 """`model_type` in `config.json` -> the family."""
 TEXT = "text_config"
 """The key of `config.json` that describes the language model of one that has other parts, too."""
-TOWER = "visual"
-"""The module of these models that encodes images, as a component of its tensors' names."""
+_TOWERS = frozenset(
+    ("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "embed_vision", "embed_audio")
+)
+"""Modules of towers for images and sound, as components of their tensors' names."""
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 """What the chat templates of these families write in place of an image."""
 PLACES = (
@@ -103,6 +105,11 @@ def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:
 def has_towers(config: Mapping[str, Any]) -> bool:
     """Return True if `config.json` describes a language model with other parts, such as towers for images or sound."""
     return isinstance(config.get(TEXT), dict) or config.get("model_type") in FAMILIES  # older files of which have none
+
+
+def is_in_tower(name: str) -> bool:
+    """Return True if a tensor is part of a tower for images or sound, by its name in files or in the model."""
+    return not _TOWERS.isdisjoint(name.split("."))
 
 
 def tensor_name(name: str, model_type: str) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlboost.shared.data.vision import TOWER
+from rlboost.shared.data.vision import is_in_tower
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.validation import FunctionPath, Section
 
@@ -266,7 +266,7 @@ _WEIGHT = ".weight"
 def check_targets(spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that each target matches a layer as PEFT matches names: the whole name, or its last components.
 
-    Layers of a vision tower do not count.
+    Layers of towers do not count.
 
     Args:
         spec: the adapter's section of the job file.
@@ -281,7 +281,7 @@ def check_targets(spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]]) -> None
     layers = [
         name.removesuffix(_WEIGHT)
         for name, shape in shapes.items()
-        if name.endswith(_WEIGHT) and len(shape) == 2 and TOWER not in name.split(".")
+        if name.endswith(_WEIGHT) and len(shape) == 2 and not is_in_tower(name)
     ]
     for target in spec.targets:
         if not any(layer == target or layer.endswith(f".{target}") for layer in layers):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlboost.shared.data.vision import TEXT
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.model.folder import read_config, read_tensor_shapes
 from rlboost.shared.wire import MAX_SAMPLE_BYTES, RoutedShape
@@ -55,7 +56,7 @@ def require_routing(output: Any) -> tuple[Tensor, Tensor, Tensor]:
 # --- What config.json says --------------------------------------------------------------------------------------------
 
 
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of `config.json` with the number of experts."""
 FAMILIES = ("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v3")
 """Model types whose routers are tested; see `file_names` for the names of others."""
@@ -63,7 +64,8 @@ FAMILIES = ("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v3")
 
 def is_mixture(config: Mapping[str, Any]) -> bool:
     """Return True if a model with this `config.json` has experts."""
-    return any(config.get(key) for key in _COUNTS)
+    text = config.get(TEXT) or config
+    return any(text.get(key) for key in _COUNTS)
 
 
 def count_in_experts(model: Path) -> int:

@@ -7,7 +7,7 @@ transformers renames tensors when it loads and saves them, and computes with all
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,12 @@ NO_NAMES: FileNames = MappingProxyType({})
 _EXPERTS = re.compile(r"\bexperts\.")
 
 
-def names_in_files(model: Any) -> FileNames:
+def names_in_files(model: Any, stored: Container[str] = ()) -> FileNames:
     """Return how transformers would name the tensors of a model if it saved it.
 
     Args:
         model: built from its configuration, as on the meta device: one that was loaded has the names of its own files.
+        stored: names in the files of its weights, which may be other ones that transformers reads, too, and are kept.
 
     Raises:
         ConfigError: it would store a tensor in another form than the model has it.
@@ -47,9 +48,16 @@ def names_in_files(model: Any) -> FileNames:
                 f"model type {model.config.model_type}: transformers stores {name} in another form than it computes "
                 "with, which cannot be published: use a model of another family"
             )
+        if found[0] not in stored:
+            found = next(([one] for one in (name, older_name(found[0])) if one in stored), found)
         if found != [name]:
             names[name] = found
     return names
+
+
+def older_name(name: str) -> str:
+    """Return the name of a tensor in published files of Gemma 3 and LLaVA, whose towers have one component more."""
+    return name.replace("vision_tower.", "vision_tower.vision_model.")
 
 
 def _saved_names(model: Any, name: str, tensor: Tensor, *, is_of_experts: bool) -> list[str]:

@@ -12,7 +12,7 @@ from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
-from rlboost.shared.data.vision import TOWER, tensor_name
+from rlboost.shared.data.vision import is_in_tower, tensor_name
 from rlboost.shared.errors import ConfigError
 
 # --- The tokens that end a completion of a model, from the files of its folder ----------------------------------------
@@ -354,13 +354,13 @@ def count_parameters(model: Path) -> int:
 
 
 def count_in_tower(model: Path) -> int:
-    """Return how many of them are in the tower that encodes images.
+    """Return how many of them are in towers for images or sound.
 
     Raises:
         ConfigError: the weights cannot be read.
 
     """
-    return sum(math.prod(shape) for name, shape in read_tensor_shapes(model).items() if TOWER in name.split("."))
+    return sum(math.prod(shape) for name, shape in read_tensor_shapes(model).items() if is_in_tower(name))
 
 
 def non_weight_files(model: Path) -> list[Path]:

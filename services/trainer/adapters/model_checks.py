@@ -44,14 +44,14 @@ CHECKS: dict[str, Callable[[Any], object]] = {
 """Key of `trainer` -> raises ConfigError if a transformers model does not support it."""
 
 
-def require_adaptable(model: Any, adapter: LoraSpec) -> None:
-    """Check that an adapter can be added to a model, which this changes.
+def require_adaptable(source: Path, model: Any, adapter: LoraSpec) -> None:
+    """Check that an adapter can be added to the model in a directory, which this changes.
 
     Raises:
         ConfigError: PEFT is not installed, or `lora.targets` names modules that cannot have an adapter.
 
     """
-    Adapter(model, adapter, names_in_files(model))
+    Adapter(model, adapter, names_in_files(model, read_tensor_shapes(source)))
 
 
 def model_without_weights(source: Path) -> Any:
@@ -81,11 +81,10 @@ def require_described_weights(source: Path, *, scores: bool) -> None:
     except UNLOADABLE:
         return  # the tokenizer's check says so
     described = empty_model(source, attention_of(config, warns=False), torch.float32, scores=scores)
-    tensors = by_file_name(described.state_dict(), names_in_files(described))
+    stored = read_tensor_shapes(source)
+    tensors = by_file_name(described.state_dict(), names_in_files(described, stored))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    require_shapes(
-        source, ((name, found, shapes.get(name, found)) for name, found in read_tensor_shapes(source).items())
-    )
+    require_shapes(source, ((name, found, shapes.get(name, found)) for name, found in stored.items()))
 
 
 # --- Describes the devices and the model's cost per token, for `perf/mfu` ---------------------------------------------

@@ -12,18 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Llama4Config, OlmoHybridConfig
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.ports.engine import PolicySettings
+from rlboost.shared.data.vision import is_in_tower
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
+from rlboost.shared.model.experts import is_mixture
+from rlboost.shared.model.folder import count_in_tower, read_config
 from rlboost.shared.wire import floats, ints
 from tests.support import families, rank_policies, tiny_models
 from tests.support.losses import clipped_loss
 from tests.support.model_folder import saved
-from tests.support.training_rows import rows
+from tests.support.training_rows import rows, taught
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -58,11 +63,72 @@ def test_update_is_published_under_the_names_of_the_files(tmp_path: Path, family
     published = saved(policy, source, tmp_path / "published")
     before, after = tensors(source), tensors(published)
     assert after.keys() == before.keys()
+    assert is_mixture(read_config(source)) == any("experts" in name or "block_sparse_moe" in name for name in before)
     check_logprobs(policy, families.load(published, family), 7)
     towers = [name for name in after if re.search(r"\b(vision|visual|multi_modal|embed_vision)", name)]
     assert bool(towers) == (family in families.WITH_TOWERS and family != "gemma4")
+    assert count_in_tower(source) == sum(before[name].numel() for name in towers)
     for name in towers:  # also by weight decay
         assert torch.equal(after[name], before[name]), name
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5_moe"])
+def test_other_names_of_files_are_kept(tmp_path: Path, family: str) -> None:
+    """As published on the Hugging Face Hub, with a tower's older names, or all experts of a layer in a tensor."""
+    source = families.write(tmp_path / "source", family)
+    if family == "gemma3":
+        given = {name.replace("tower.", "tower.vision_model."): tensor for name, tensor in tensors(source).items()}
+    else:
+        given = families.load(source, family).state_dict()
+    save_file(given, source / "model.safetensors", {"format": "pt"})
+    alone = trained(source)
+    with rank_policies.policy(OPTIMIZER, backend="torch", data_parallel=2) as ranks:
+        ranks.load_hf(source)
+        for policy in (alone, ranks):
+            policy.accumulate([rows(4)], LOSS)
+            policy.step(1e-3)
+        found, expected = (
+            tensors(saved(policy, source, tmp_path / name)) for policy, name in ((ranks, "ranks"), (alone, "alone"))
+        )
+    assert found.keys() == expected.keys() == given.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=0, msg=name)
+    check_logprobs(alone, families.load(tmp_path / "alone", family), 7)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_reward_model_trains_its_head_and_no_tower(tmp_path: Path, family: str) -> None:
+    source = families.write(tmp_path / "source", family)
+    policy = trained(source, scores=True)
+    before = tensors(saved(policy, source, tmp_path / "before"))
+    scored = [TrainingRow.of(SequenceRow(row.prompt, row.completion[:4], bytes(4)), b"") for row in rows(4)]
+    policy.accumulate([scored], lambda batch: (batch.logprobs.sum(), {"divisor": 4.0}))
+    policy.step(1e-3)
+    published = saved(policy, source, tmp_path / "published")
+    changed = {name for name, tensor in tensors(published).items() if not torch.equal(tensor, before[name])}
+    assert "score.weight" in changed
+    assert changed == {name for name in before if not is_in_tower(name)}
+    again = trained(published, scores=True)
+    assert again.logprobs([scored]) == policy.logprobs([scored])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mixtral", "qwen3_5"])
+def test_critic_of_ranks_is_that_of_one_process(tmp_path: Path, family: str) -> None:
+    source, checkpoint = families.write(tmp_path / "source", family), tmp_path / "checkpoint"
+    critic = CriticSpec(lr=1e-3)
+    alone = trained(source, critic=critic)
+    with rank_policies.policy(OPTIMIZER, backend="torch", data_parallel=2, critic=critic, dtype="float32") as ranks:
+        ranks.load_hf(source)
+        for policy in (alone, ranks):
+            policy.accumulate([taught()], LOSS)
+            policy.step(1e-3)
+        found, expected = (b"".join(policy.values([taught()])) for policy in (ranks, alone))
+        assert floats(found) == pytest.approx(floats(expected), abs=1e-5)
+        checkpoint.mkdir()
+        ranks.snapshot()(checkpoint)
+    resumed = trained(source, critic=critic)
+    resumed.load(checkpoint)
+    assert floats(b"".join(resumed.values([taught()]))) == pytest.approx(floats(found), abs=1e-5)
 
 
 @pytest.mark.parametrize("family", sorted(families.CONFIGS))

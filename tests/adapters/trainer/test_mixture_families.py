@@ -18,7 +18,7 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import weights_of
 from rlboost.services.trainer.domain.loss.function import routing_metrics
 from rlboost.services.trainer.ports.engine import PolicySettings
-from rlboost.shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError, UnsuitableWeights
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.model.experts import FAMILIES
 from rlboost.shared.wire import F32, floats, ints
@@ -100,6 +100,18 @@ async def test_torch_engine_loads_published_weights(tmp_path: Path, family: str)
     for asked, made in zip(requests := [request(n) for n in range(4)], await run(engine, requests), strict=True):
         expected = tiny_models.logprobs(loaded, asked.prompt, made.tokens)
         assert made.logprobs == pytest.approx(expected, abs=0.05)
+    await engine.close()
+
+
+async def test_torch_engine_loads_the_names_of_the_model(tmp_path: Path) -> None:
+    network: Any = AutoModelForCausalLM.from_pretrained(write_model(tmp_path, "qwen3_moe")).eval()
+    engine = TorchEngine(tmp_path, slots=1, dtype="float32")
+    assert await engine.load_weights(0, Staged(network.state_dict().items())) == []
+    (made,) = await run(engine, [asked := request(0)])
+    assert made.logprobs == pytest.approx(tiny_models.logprobs(network, asked.prompt, made.tokens), abs=1e-4)
+    lacking = [item for item in network.state_dict().items() if not item[0].endswith("1.mlp.experts.down_proj")]
+    with pytest.raises(UnsuitableWeights, match=r"missing, the first is .*experts"):
+        await TorchEngine(tmp_path, slots=1, dtype="float32").load_weights(0, Staged(lacking))
     await engine.close()
 
 

@@ -87,6 +87,8 @@ def test_frozen_tower_needs_no_moments_and_no_gradients(tmp_path: Path) -> None:
     assert problem.startswith("model: the trainer needs 82.0 GiB per GPU for weights, optimizer and gradients")
     frozen = {**one, "freeze_vision_tower": True}
     assert checked(tmp_path, 5.5, {}, n=1, trainer=frozen, config=config) == Fit([], [])
+    other = {"model_type": "gemma3", "in_tower": 0.7}  # never trained
+    assert checked(tmp_path, 5.5, {}, n=1, trainer=one, config=other) == Fit([], [])
 
 
 def test_model_too_large_for_an_engine_is_a_problem(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.data.vision import FAMILIES, TEXT
 from rlboost.shared.errors import RLBoostError, UnsuitableWeights
 from rlboost.shared.model import experts
-from rlboost.shared.model.file_names import by_file_name, names_in_files
+from rlboost.shared.model.file_names import by_file_name, names_in_files, older_name
 from rlboost.shared.weights.changed_words import Placement, Words, write_words
 
 # --- Checks of published tensors against those that an engine has -----------------------------------------------------
@@ -353,8 +353,11 @@ class Weights:
 
     def __init__(self, model: Model) -> None:
         tensors: dict[str, torch.Tensor] = model.state_dict()
-        # Trainers outside of the system may publish the model's own names.
-        self._tensors = {**tensors, **by_file_name(tensors, names_in_files(model))}
+        names = names_in_files(model)
+        # Those of a model's files, which only trainers have, may be its own names or older ones.
+        saved = by_file_name(tensors, names)
+        self._tensors = {**{older_name(name): one for name, one in saved.items()}, **tensors, **saved}
+        self._matrices = {name: own for name, own in names.items() if len(own) > 1}
         self.complete = False
         """True if every tensor has been loaded and no load has failed since."""
 
@@ -382,7 +385,7 @@ class Weights:
         for name, tensor in tensors:
             target = target_of(name, tensor, self._tensors)
             target.copy_(tensor)
-            loaded.add(target.data_ptr())
+            loaded.update(self._tensors[own].data_ptr() for own in self._matrices.get(name, (name,)))
         if not may_be_partial:
             check_nothing_missing([name for name, own in self._tensors.items() if own.data_ptr() not in loaded])
         self.complete = True

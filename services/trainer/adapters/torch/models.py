@@ -97,19 +97,20 @@ def freeze_towers(model: Any, *, all_of_them: bool) -> None:
     """Freeze what a model has besides its language model; of families that get images here, only if asked."""
     if model.config.get_text_config() is model.config or (model.config.model_type in FAMILIES and not all_of_them):
         return
-    trained = {id(one) for part in (model.get_decoder(), model.get_output_embeddings()) for one in part.parameters()}
+    head = model.get_output_embeddings() or model.score  # of a reward model
+    trained = {id(one) for part in (model.get_decoder(), head) for one in part.parameters()}
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
 
 
 def file_names(source: Path, *, scores: bool = False) -> FileNames:
-    """Return the names in files of the tensors of the model in a directory, whose weights are not read.
+    """Return the names in files of the tensors of the model in a directory, of which the headers are read.
 
     Raises:
         ConfigError: see `names_in_files` and `empty_model`.
 
     """
-    return names_in_files(empty_model(source, "eager", scores=scores))
+    return names_in_files(empty_model(source, "eager", scores=scores), read_tensor_shapes(source))
 
 
 _OPTIONS: tuple[dict[str, Any], dict[str, Any]] = {}, {"num_labels": 1}
@@ -174,7 +175,7 @@ def whole_critic(source: Path, attention: str) -> ValueModel:
         body: Any = AutoModel.from_pretrained(
             source,
             dtype=torch.float32,
-            attn_implementation=attention,
+            attn_implementation=implementation_of(source, attention),
             experts_implementation=EXPERTS,
             local_files_only=True,
         )
