@@ -51,7 +51,7 @@ class ModelFolders:
         failure = str(search.outcome.exception() or "") if search is not None and search.outcome.done() else ""
         if search is None or (failure and now >= search.again_at):
             if sum(not one.outcome.done() for one in self._searches.values()) >= MAX_DOWNLOADS:
-                busy = TextProcessesBusy(f"{MAX_DOWNLOADS} other tokenizers are being downloaded: try again")
+                busy = TextProcessesBusy(f"{MAX_DOWNLOADS} other tokenizers are being downloaded")
                 raise TokenizationError(failure) if failure else busy
             search = _Search(run_in_thread("model-files", partial(_downloaded, model)), now + RETRY_S, failure)
             self._searches[job_id] = search
@@ -62,7 +62,7 @@ class ModelFolders:
         await asyncio.wait([search.outcome], timeout=WAIT_S)
         if not search.outcome.done():
             count_timeout("the files of a model", model, WAIT_S)
-            raise TextProcessesBusy(f"the tokenizer of {model} is being downloaded: try again")
+            raise TextProcessesBusy(f"the tokenizer of {model} is being downloaded")
         return search.outcome.result()
 
 
