@@ -90,7 +90,6 @@ class Waiter:
     whole: bool = False
     """True if the client gets each completion when it has ended, False if it follows the tokens."""
     admitted: bool = False
-    progress: int = 0
     error: Exception | None = None
     """Why no more tokens will come."""
     delivered: SampleFinished | None = None
@@ -234,18 +233,14 @@ class CompletionWaiters:
         for waiter in list(self._waiters.values()):
             waiter.world = world
             samples = [sample for member in waiter.open if (sample := waiter.sample(member))]
-            tokens = 0 if waiter.whole else sum(sample.n_tokens for sample in samples)
-            progress = tokens + sum(sample.finish != FINISH_NONE for sample in samples)
             waiter.admitted = waiter.admitted or bool(samples)
-            if waiter.delivered is not None:
-                progress = -1
-            elif waiter.admitted:
-                if len(samples) < len(waiter.open):
+            is_in_ledger = waiter.delivered is None
+            if waiter.admitted:
+                if is_in_ledger and len(samples) < len(waiter.open):
                     waiter.error = waiter.error or CompletionUnavailable("the request was ended by the manager")
-            elif world.jobs.get_active(waiter.request.job_id) is None:
+            elif is_in_ledger and world.jobs.get_active(waiter.request.job_id) is None:
                 waiter.error = CompletionFailed(f"job {waiter.request.job_id} has ended")
-            if progress != waiter.progress or waiter.error:
-                waiter.progress = progress
+            if waiter.error or any(map(waiter.has_new, waiter.open)):
                 waiter.changed.set()
             if waiter.error:
                 self.unregister(waiter)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -45,7 +46,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"error": "Invalid user token."}, 401)
         elif self.path == "/api/whoami-v2":
             self._answer({"name": "me", "type": "user"})
-        elif (model := "/".join(self.path.removeprefix("/api/models").split("/")[1:3])) in self.server.models:
+        elif (model := "/".join(urlsplit(self.path.removeprefix("/api/models")).path.split("/")[1:3])) in (
+            self.server.models
+        ):
             self._serve(model, self.server.models[model])
         elif "/tree/main" in self.path:
             files = self.server.files.items()
@@ -56,8 +59,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self, model: str, files: dict[str, bytes]) -> None:
         """Answer what a download asks for: the newest revision, its files, and one of them."""
         revision = sha1(repr(files).encode(), usedforsecurity=False).hexdigest()
-        if "/revision/" in self.path:
-            self._answer({"id": model, "sha": revision})
+        if "/revision/" in self.path or "?blobs=" in self.path:
+            siblings = [{"rfilename": path, "size": len(files[path])} for path in files]
+            self._answer({"id": model, "sha": revision, "siblings": siblings})
         elif "/tree/" in self.path:
             self._answer([{"type": "file", "path": path, "oid": path, "size": len(files[path])} for path in files])
         elif (path := self.path.rpartition("/")[2]) in files:

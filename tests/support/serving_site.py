@@ -30,8 +30,11 @@ class Site(Rig):
         self.files = ModelFiles("m", tokenizer=FakeTokenizer(), stop_token_ids=(2,))
         self.not_found: Exception | None = None
         """Why there is no model's folder."""
+        self.finding_s = 0.0
+        """How long it takes to find one."""
 
         async def find(_: str, model: str) -> str:
+            await asyncio.sleep(self.finding_s)
             if self.not_found:
                 raise self.not_found
             return model

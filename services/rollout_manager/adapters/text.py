@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from functools import lru_cache
@@ -130,6 +130,8 @@ def _compiled(source: str) -> Any:
 _SHOWN_CHARACTERS = 80
 MAX_DECODER_GROWTH = 64
 """By how much a tokenizer's decoder may lengthen the text of tokens: it runs in the manager, for each token."""
+MAX_TOKEN_CHARACTERS = 4096
+"""Of the text of a token that is decoded, for the same reason."""
 _PANIC = "pyo3_runtime"
 """Module of the error that a fault of the library raises, which is no `Exception`."""
 
@@ -140,6 +142,8 @@ class FastTokenizer:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Wrap a tokenizer, which must neither truncate nor pad."""
         self._tokenizer = tokenizer
+        self._short = set[int]()
+        """Tokens with at most `MAX_TOKEN_CHARACTERS`, of those decoded so far."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -153,10 +157,20 @@ class FastTokenizer:
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         try:
+            if not self._short.issuperset(tokens):
+                self._check_lengths({*tokens} - self._short)
             text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         except BaseException as error:
             raise _without_panic(error, "the tokenizer cannot decode these tokens") from error
         return text
+
+    def _check_lengths(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            if (text := self._tokenizer.id_to_token(token)) is None:
+                continue
+            if len(text) > MAX_TOKEN_CHARACTERS:
+                raise ValueError(f"token {token} has {len(text)} characters, more than {MAX_TOKEN_CHARACTERS}")
+            self._short.add(token)
 
 
 def _without_panic(error: BaseException, what: str) -> BaseException:
@@ -167,11 +181,18 @@ def _without_panic(error: BaseException, what: str) -> BaseException:
 
 
 def _growth(decoder: Mapping[str, Any]) -> int:
-    """Return by how much a decoder, as the library writes it, may lengthen a text."""
+    """Return by how much a decoder, as the library writes it, may lengthen a text.
+
+    Raises:
+        ValueError: it may take long.
+
+    """
     if decoder["type"] == "Sequence":
         return prod(map(_growth, decoder["decoders"]))
     if decoder["type"] != "Replace":
         return 1
+    if "Regex" in decoder["pattern"]:
+        raise ValueError("its decoder searches for a regular expression, which may take long: search for a string")
     return max(1, len(decoder["content"]) // max(1, len(decoder["pattern"].get("String", ""))))
 
 
@@ -202,10 +223,10 @@ def load_model_files(name: str) -> ModelFiles:
         settings, config = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
         generation = _read_json(folder / "generation_config.json")
         template = _read_template(folder, settings)
-        decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {"type": ""}
+        growth = _growth(json.loads(tokenizer.decoder.__getstate__())) if tokenizer.decoder else 1
     except BaseException as error:
         raise _without_panic(error, f"the tokenizer of model {name} cannot be read") from error
-    if (growth := _growth(decoder)) > MAX_DECODER_GROWTH:
+    if growth > MAX_DECODER_GROWTH:
         what = f"the decoder of the tokenizer of model {name} makes texts {growth} times as long"
         raise TokenizationError(f"{what}: at most {MAX_DECODER_GROWTH} times is possible")
     tokenizer.no_truncation()

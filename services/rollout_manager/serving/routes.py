@@ -55,6 +55,8 @@ from rlboost.shared.wire import length
 
 
 MODELS_CACHED = 8
+LIST_LIMIT_S = 10.0
+"""How long a list of models waits for the files of all of them."""
 BODY_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 64
 """A body may have this many more for each token of the longest context: a token has seldom more than 8, and lists of
@@ -164,11 +166,13 @@ def add_openai_routes(
 
 
 def _add_model_routes(router: APIRouter, manager: Manager, served_models: ModelCache, sessions: Sessions) -> None:
-    async def shown(job: Job) -> dict[str, Any]:
-        return _model_object(manager, job, await served_models.max_len(job))
+    async def shown(*jobs: Job) -> list[dict[str, Any]]:
+        until = asyncio.get_running_loop().time() + LIST_LIMIT_S
+        return [_model_object(manager, job, await served_models.max_len(job, until)) for job in jobs]
 
     async def policy(subject: str, name: str) -> dict[str, Any]:
-        return await shown(sessions.job_of(SessionId.parse(subject), name)) | {"id": POLICY}
+        (found,) = await shown(sessions.job_of(SessionId.parse(subject), name))
+        return found | {"id": POLICY}
 
     @router.get("/models", tags=["serving"], responses=_ERRORS)
     @needs("models")
@@ -176,13 +180,13 @@ def _add_model_routes(router: APIRouter, manager: Manager, served_models: ModelC
         """List the jobs whose weights are served; with the key of a session, its policy."""
         if subject := principal_of(http).subject:
             return {"object": "list", "data": [await policy(subject, POLICY)]}
-        return {"object": "list", "data": [await shown(job) for job in _served_jobs(manager)]}
+        return {"object": "list", "data": await shown(*_served_jobs(manager))}
 
     @router.get("/models/{model:path}", tags=["serving"], responses=_ERRORS)
     @needs("models")
     async def model(model: str, http: Request) -> dict[str, Any]:
         subject = principal_of(http).subject
-        return await (policy(subject, model) if subject else shown(_find_job(manager, model)))
+        return await policy(subject, model) if subject else (await shown(_find_job(manager, model)))[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,12 +305,13 @@ class ModelCache:
         """Return the most tokens of a job's model; a default while they are not known."""
         return self._context.get(job.spec.model) or DEFAULT_CONTEXT
 
-    async def max_len(self, job: Job) -> int | None:
-        """Return the most tokens of a prompt and its completion together; None if they are not known."""
+    async def max_len(self, job: Job, until: float) -> int | None:
+        """Return the most tokens of a prompt and its completion together; None if they are not known by this time."""
         try:
-            return (await self.get(job)).files.max_len
-        except (Problem, TextProcessesBusy):  # which requests to this model get
-            return None
+            async with asyncio.timeout_at(until):
+                return (await self.get(job)).files.max_len
+        except (Problem, TextProcessesBusy, TimeoutError):  # which requests to this model get
+            return self._context.get(job.spec.model)
 
     async def get(self, job: Job) -> ServedModel:
         """Return a job's model.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from huggingface_hub import constants
 
 from rlboost.services.rollout_manager.adapters import model_folders
 from rlboost.services.rollout_manager.adapters.model_folders import ModelFolders
-from rlboost.services.rollout_manager.adapters.text import load_model_files
+from rlboost.services.rollout_manager.adapters.text import MAX_TOKEN_CHARACTERS, load_model_files
 from rlboost.services.rollout_manager.ports import TextProcessesBusy, TokenizationError, Tokenizer
 from tests.support.hub_server import TOKEN, Hub, running_hub
 from tests.support.manager_fakes import FakeTokenizer
@@ -77,6 +78,7 @@ def test_special_tokens_are_no_text_where_they_are_skipped(tokenizer: Tokenizer)
     [
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "cannot be read: Precompiled"),
         ({"decoder": {"type": "Sequence", "decoders": [LONGER, {"type": "Fuse"}, LONGER]}}, "100 times as long"),
+        ({"decoder": {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "a"}}, "a regular expression"),
     ],
 )
 def test_tokenizer_that_could_stop_the_manager_is_refused(tmp_path: Path, part: dict[str, Any], says: str) -> None:
@@ -94,6 +96,16 @@ def test_fault_of_a_decoder_is_an_error_of_its_request(tmp_path: Path) -> None:
     assert tokenizer is not None
     with pytest.raises(TokenizationError, match="cannot decode these tokens: index out of bounds"):
         tokenizer.decode([3], skip_special_tokens=True)
+
+
+def test_token_with_a_long_text_is_not_decoded(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, texts={3: "t" * (MAX_TOKEN_CHARACTERS + 1), 4: "u" * MAX_TOKEN_CHARACTERS})
+    tokenizer = load_model_files(str(tmp_path)).tokenizer
+    assert tokenizer is not None
+    for _ in range(2):
+        with pytest.raises(TokenizationError, match=f"token 3 has {MAX_TOKEN_CHARACTERS + 1} characters"):
+            tokenizer.decode([4, 3], skip_special_tokens=True)
+        assert len(tokenizer.decode([4], skip_special_tokens=True)) == MAX_TOKEN_CHARACTERS
 
 
 async def test_job_keeps_the_files_that_it_was_first_asked_for_with(hub: Hub) -> None:
@@ -121,12 +133,51 @@ async def test_download_that_failed_is_tried_again_later(hub: Hub, monkeypatch: 
     with pytest.raises(TokenizationError, match="cannot be downloaded"):
         await folders("job", MODEL)
     monkeypatch.setattr(model_folders, "RETRY_S", 0.0)
+    monkeypatch.setattr(model_folders, "WAIT_S", 0.0)
     folders = ModelFolders()
     hub.models.clear()
-    with pytest.raises(TokenizationError):
-        await folders("job", MODEL)
+    assert await outcomes(folders, until="cannot be downloaded") <= {"busy", "cannot be downloaded"}
     hub.models[MODEL] = model
-    assert "tokenizer.json" in files_in(await folders("job", MODEL))
+    assert await outcomes(folders, until="found") == {"cannot be downloaded", "found"}, "requests wait for a repeat"
+
+
+async def outcomes(folders: ModelFolders, until: str) -> set[str]:
+    """Return the outcomes of requests to this one."""
+    found = set[str]()
+    async with asyncio.timeout(30.0):
+        while until not in found:
+            await asyncio.sleep(0.01)
+            try:
+                await folders("another", MODEL)
+                found.add("found")
+            except TextProcessesBusy:
+                found.add("busy")
+            except TokenizationError:
+                found.add("cannot be downloaded")
+    return found
+
+
+async def test_hub_that_is_silent_is_waited_for_with_a_limit(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_folders, "SILENCE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        async with asyncio.timeout(15.0):
+            with pytest.raises(TokenizationError, match="cannot be downloaded"):
+                await ModelFolders()("job", MODEL)
+
+
+async def test_few_models_are_downloaded_at_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_folders, "MAX_DOWNLOADS", 1)
+    monkeypatch.setattr(model_folders, "SILENCE_S", 0.5)
+    monkeypatch.setattr(model_folders, "WAIT_S", 0.0)
+    folders = ModelFolders()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for job, says in (("one", "acme/tiny is being downloaded"), ("two", "1 other tokenizers are being downloaded")):
+            with pytest.raises(TextProcessesBusy, match=says):
+                await folders(job, MODEL)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    assert "found" in await outcomes(folders, until="found")
 
 
 async def test_download_that_takes_long_says_so(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,13 @@ def test_pod_is_admitted_by_the_restricted_standard_and_has_requests(name: str) 
     assert one["resources"]["requests"].keys() >= {"cpu", "memory"}
 
 
+@pytest.mark.parametrize("name", ["rlboost-manager", "rlboost-trainer"])
+def test_pod_that_downloads_from_the_hub_can_write_there(name: str) -> None:
+    one = container(name)
+    (home,) = (Path(variable["value"]) for variable in one["env"] if variable["name"] == "HF_HOME")
+    assert {Path(mount["mountPath"]) for mount in one["volumeMounts"]} & {*home.parents}
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_pod_is_restarted_if_its_process_hangs_and_not_while_it_waits_for_redis(name: str) -> None:
     one = container(name)

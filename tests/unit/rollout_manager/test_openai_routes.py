@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from rlboost.services.rollout_manager.ports import (
     TextProcessesBusy,
     TokenizationError,
 )
-from rlboost.services.rollout_manager.serving import completion
+from rlboost.services.rollout_manager.serving import completion, routes
 from rlboost.services.rollout_manager.serving.routes import BODY_BYTES
 from rlboost.services.rollout_manager.serving.schemas import (
     IGNORED,
@@ -151,6 +152,16 @@ async def test_model_that_cannot_be_downloaded_takes_token_ids_and_says_why_no_t
     assert (await site.client().models.list()).data[0].id == "j"
     site.not_found = None
     assert (await site.client().completions.create(model="j", prompt="t3", max_tokens=4)).choices[0].text
+
+
+async def test_list_of_models_waits_for_their_files_with_a_limit(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "LIST_LIMIT_S", 0.2)
+    site.files = replace(site.files, max_len=9)
+    for finding_s, known in ((60.0, None), (0.0, 9), (60.0, 9)):
+        site.finding_s = finding_s
+        async with asyncio.timeout(20.0):
+            (listed,) = (await site.client().models.list()).data
+        assert listed.model_dump().get("max_model_len") == known
 
 
 CHATS_ONLY = {

@@ -14,7 +14,7 @@ from rlboost.services.rollout_manager.waiters import (
     Waiter,
 )
 from rlboost.shared.ids import MAX_REQUESTS, SampleId, is_served, job_of, request_group
-from rlboost.shared.messages import JobReport, SampleDropped, SampleFailed, SampleFinished, Sampling
+from rlboost.shared.messages import FINISH_NONE, JobReport, SampleDropped, SampleFailed, SampleFinished, Sampling
 from rlboost.shared.streams import names
 from rlboost.shared.wire import F32, I32, pack
 from tests.support.serving_rig import Rig
@@ -177,6 +177,28 @@ async def test_client_of_a_whole_completion_is_woken_at_its_end_only(rig: Rig) -
     sizes = [len(chunk.tokens) for _, chunk in filter(None, found)]
     assert (sum(sizes), max(sizes), n_woken) == (3 * MAX_CHUNK_TOKENS, MAX_CHUNK_TOKENS, 1)
     assert [chunk.finish for _, chunk in filter(None, found)] == [None, None, "length"]
+
+
+async def test_client_is_woken_for_each_of_two_completions_that_end_one_after_the_other(rig: Rig) -> None:
+    await rig.start("a")
+    waiters, world = rig.manager.completion_waiters, rig.manager.world
+    (waiter,) = waiters.register([await rig.ask(n=2, expires_at=9e10)], world, resumable=False, whole=True)
+    while not all((sample := waiter.sample(i)) and sample.finish for i in range(2)):
+        await rig.work()
+    chunks = waiters.follow([waiter])
+    first, second = (waiter.sample(i) for i in range(2))
+    assert first is not None
+    assert second is not None
+    second.finish, finish = FINISH_NONE, second.finish
+    waiters.notify(world, rig.clock)
+    assert await anext(chunks)
+    last = asyncio.create_task(anext(chunks))
+    await asyncio.sleep(0.01)
+    second.finish = finish
+    waiters.notify(world, rig.clock)
+    async with asyncio.timeout(5.0):
+        assert (await last) is not None
+    await chunks.aclose()
 
 
 @pytest.mark.parametrize("whole", [True, False])
