@@ -113,10 +113,11 @@ async def test_closed_terminal_stops_a_process_unless_nohup_started_it(*, by_noh
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_second_stop_signal_while_the_process_ends_leaves_its_exit_code(number: signal.Signals) -> None:
     script = """
-import atexit, sys
+import atexit, signal, sys
 from rlboost.shared.process import lifecycle
 from rlboost.shared.settings import ServiceSettings
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
 lifecycle.loop_factory = lambda: None  # uvloop leaves its handlers until the interpreter removes them, after atexit
 
 async def main(_, stop):
