@@ -24,7 +24,7 @@ from tests.support.small_job import samples_of, small_job
 pytestmark = pytest.mark.timeout(600)
 
 MAX_TOKENS = 96
-TIMES = 4
+TIMES = 7
 """How often each problem is asked of a greedy evaluation: for as long as it takes to kill a worker in the middle."""
 N_PROBLEMS = 40
 """Of the example's, where any will do."""
