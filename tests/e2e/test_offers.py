@@ -81,7 +81,7 @@ def test_manager_moves_to_the_kind_with_the_cheapest_tokens_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small workers turn out to be slower than planned; then the price in zone b falls."""
-    spec = small_job(steps=40)
+    spec = small_job(steps=80)
     with system_of_three_kinds(tmp_path, monkeypatch) as box:
         job_id = box.submit(spec)
 

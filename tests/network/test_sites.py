@@ -165,7 +165,7 @@ async def test_link_that_is_cut_in_the_middle_of_a_pull_costs_time(site: Site) -
     await eventually(lambda: _of_several(map(site.cached, names)))
     site.link.cut()
     held = await Unchanged(site).for_s(CUT_S)
-    shared = _of_several(held)
+    shared, before_heal = _of_several(held), site.fetched()
     url = (site.folder / f"{names[0]}.url").read_text()
     (wait, *_) = json.loads(site.machines[0].get(f"{url}/readyz"))["waiting"]
     assert wait["for"].startswith("the weight store at ")
@@ -177,7 +177,8 @@ async def test_link_that_is_cut_in_the_middle_of_a_pull_costs_time(site: Site) -
         f"{crossed / WEIGHTS.nbytes:.3f} copies crossed, {sum(fetched.values())} fetches; {len(shared)} chunks before"
     )
     assert 1 <= len(shared) < N_CHUNKS
-    assert {fetched[chunk] for chunk in shared} == {1}, "a chunk that workers have from others is not fetched again"
+    again = [chunk for chunk in shared if fetched[chunk] != before_heal[chunk]]
+    assert not again, "a chunk that workers have from others is not fetched again"
     # Claims ended during the cut: a chunk in flight, or not announced yet, may be fetched by a second worker, too.
     assert sum(fetched.values()) <= 1.5 * N_CHUNKS
     assert crossed <= 1.15 * sum(fetched.values()) * CHUNK_BYTES, "broken transfers resume in the middle"
