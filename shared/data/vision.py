@@ -104,7 +104,7 @@ def vision_of(config: Mapping[str, Any]) -> VisionConfig | None:
 
 def has_towers(config: Mapping[str, Any]) -> bool:
     """Return True if `config.json` describes a language model with other parts, such as towers for images or sound."""
-    return isinstance(config.get(TEXT), dict) or config.get("model_type") in FAMILIES  # older files of which have none
+    return isinstance(config.get(TEXT), dict) or config.get("model_type") in FAMILIES  # whose older files have none
 
 
 def is_in_tower(name: str) -> bool:

@@ -1,7 +1,7 @@
 """Names of a transformers model's tensors in its files, under which versions are published and engines read them.
 
 transformers renames tensors when it loads and saves them, and computes with all experts of a layer in one parameter
-[experts, rows, columns], of which most families' files have a matrix or two for each expert.
+[experts, rows, columns]. The files of most families have a matrix or two for each expert instead.
 """
 
 from __future__ import annotations

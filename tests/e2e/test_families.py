@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support import families, vllm_engines
-from tests.support.black_box import black_box
+from tests.support.black_box import black_box, check_engine_and_trainer_agree
 from tests.support.model_folder import write_tokenizer
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
-
-STEPS = 4
 
 
 def test_gemma_3_trains_with_vllm_while_a_worker_is_killed(tmp_path: Path) -> None:
@@ -23,26 +21,14 @@ def test_gemma_3_trains_with_vllm_while_a_worker_is_killed(tmp_path: Path) -> No
         model = write_tokenizer(families.write(tmp_path / "state" / "model", "gemma3"))
         rows = tmp_path / "state" / "rows.jsonl"
         rows.write_text("\n".join(json.dumps({"prompt": f"t{3 + n % 80} t{4 + n % 80}"}) for n in range(32)))
-        job_id = box.submit(
-            {
-                "name": "gemma",
-                "model": str(model),
-                "data": {"train": str(rows), "prompts_per_step": 8},
-                "reward": {"function": "tests.support.reward_functions:lengths", "timeout_s": 5},
-                "algorithm": {"name": "grpo", "group_size": 8},
-                "sampling": {"max_tokens": 16},
-                "optimizer": {"lr": 1e-3},
-                "steps": STEPS,
-            }
-        )
-        box.until_step(job_id, 1)
-        assert box.until_busy(job_id)
-        box.kill("preemptible")
-        box.until_completed(job_id, within_s=600)
-        metrics = box.get(f"/v1/jobs/{job_id}/metrics")
-        audit = box.get(f"/v1/jobs/{job_id}/audit")
-    assert audit["requested"] == audit["delivered"] == STEPS * 8 * 8
-    assert not audit["dropped"]
-    differences = [row["off_policy/abs_log_ratio"] for row in metrics if "off_policy/abs_log_ratio" in row]
-    assert len(differences) == STEPS
-    assert max(differences) < 1e-4, "engine and training compute the same"
+        spec = {
+            "name": "gemma",
+            "model": str(model),
+            "data": {"train": str(rows), "prompts_per_step": 8},
+            "reward": {"function": "tests.support.reward_functions:lengths", "timeout_s": 5},
+            "algorithm": {"name": "grpo", "group_size": 8},
+            "sampling": {"max_tokens": 16},
+            "optimizer": {"lr": 1e-3},
+            "steps": 4,
+        }
+        check_engine_and_trainer_agree(box, spec)

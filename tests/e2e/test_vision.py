@@ -11,7 +11,7 @@ import pytest
 
 from rlboost.shared.data.vision import FAMILIES
 from tests.support import tiny_vision, vllm_engines
-from tests.support.black_box import black_box
+from tests.support.black_box import black_box, check_engine_and_trainer_agree
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -75,19 +75,7 @@ def test_tiny_model_learns_to_name_a_color_while_a_worker_is_killed(tmp_path: Pa
 @pytest.mark.parametrize("family", FAMILIES)
 def test_images_are_trained_on_with_vllm_while_a_worker_is_killed(tmp_path: Path, family: str) -> None:
     vllm_engines.require_installed()
-    steps = 4
     with black_box(tmp_path / "state", workers=2, engine="vllm") as box, closing(box.http):
-        spec = {**job(tmp_path / "state", family, head_dim=32), "steps": steps}
+        spec = {**job(tmp_path / "state", family, head_dim=32), "steps": 4}
         del spec["eval"], spec["data"]["eval"]
-        job_id = box.submit(spec)
-        box.until_step(job_id, 1)
-        assert box.until_busy(job_id)
-        box.kill("preemptible")
-        box.until_completed(job_id, within_s=600)
-        rows = box.get(f"/v1/jobs/{job_id}/metrics")
-        audit = box.get(f"/v1/jobs/{job_id}/audit")
-    assert audit["requested"] == audit["delivered"] == steps * 8 * 8
-    assert not audit["dropped"]
-    differences = [row["off_policy/abs_log_ratio"] for row in rows if "off_policy/abs_log_ratio" in row]
-    assert len(differences) == steps
-    assert max(differences) < 1e-4, "engine and training compute the same of images"
+        check_engine_and_trainer_agree(box, spec)

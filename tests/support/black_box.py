@@ -392,3 +392,20 @@ def black_box(
         yield box
     finally:
         box.down()
+
+
+def check_engine_and_trainer_agree(box: BlackBox, spec: dict[str, Any]) -> None:
+    """Run a job, kill a worker in its second step, and check that its engines and its trainer compute the same."""
+    job_id = box.submit(spec)
+    box.until_step(job_id, 1)
+    assert box.until_busy(job_id)
+    box.kill("preemptible")
+    box.until_completed(job_id, within_s=600)
+    metrics = box.get(f"/v1/jobs/{job_id}/metrics")
+    audit = box.get(f"/v1/jobs/{job_id}/audit")
+    per_step = spec["data"]["prompts_per_step"] * spec["algorithm"]["group_size"]
+    assert audit["requested"] == audit["delivered"] == spec["steps"] * per_step
+    assert not audit["dropped"]
+    differences = [row["off_policy/abs_log_ratio"] for row in metrics if "off_policy/abs_log_ratio" in row]
+    assert len(differences) == spec["steps"]
+    assert max(differences) < 1e-4

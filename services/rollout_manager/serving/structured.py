@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlboost.shared.model.tool_calls import HERMES, CallStyle
@@ -76,7 +76,7 @@ def checked_schema(schema: object) -> dict[str, Any]:
         found = _referred(reference, schema)
         if isinstance(found, dict) and id(found) not in known:
             raise ValueError(f"$ref is {reprlib.repr(reference)}: this is no schema of this one: move it into $defs")
-    _check_patterns(_patterns(schema))
+    _check_patterns(_patterns(every))
     return schema
 
 
@@ -94,15 +94,15 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
         except ValueError as error:
             raise ValueError(f"the parameters of {function['name']!r} cannot be required: {error}") from error
         n_characters += len(json.dumps(schema))
-        patterns += _patterns(schema)
+        patterns += _patterns(_every(schema, schema))
     if n_characters > MAX_SCHEMA_CHARACTERS:
         detail = f"the parameters have more than {MAX_SCHEMA_CHARACTERS} characters in all"
         raise ValueError(f"{detail}: give fewer, or name one in tool_choice")
     _check_patterns(patterns)
 
 
-def _patterns(schema: Mapping[str, Any]) -> list[str]:
-    return [str(one["pattern"]) for one in _every(schema, schema) if "pattern" in one]
+def _patterns(schemas: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [str(one["pattern"]) for one in schemas if "pattern" in one]
 
 
 def _every(schema: Any, root: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

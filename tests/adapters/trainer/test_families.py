@@ -53,6 +53,23 @@ def check_logprobs(policy: Any, model: Any, seed: int) -> None:
         assert floats(column) == pytest.approx(expected, abs=2e-5)
 
 
+def check_ranks_publish_the_same(source: Path, folder: Path) -> TorchPolicy:
+    """Take a step in one process and in two ranks, and compare what they publish, in `folder`; return the first."""
+    alone = trained(source)
+    with rank_policies.policy(OPTIMIZER, backend="torch", data_parallel=2) as ranks:
+        ranks.load_hf(source)
+        for policy in (alone, ranks):
+            policy.accumulate([rows(4)], LOSS)
+            policy.step(1e-3)
+        found, expected = (
+            tensors(saved(policy, source, folder / name)) for policy, name in ((ranks, "ranks"), (alone, "alone"))
+        )
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=0, msg=name)
+    return alone
+
+
 @pytest.mark.parametrize("family", sorted(families.CONFIGS))
 def test_update_is_published_under_the_names_of_the_files(tmp_path: Path, family: str) -> None:
     source = families.write(tmp_path / "source", family)
@@ -81,18 +98,8 @@ def test_other_names_of_files_are_kept(tmp_path: Path, family: str) -> None:
     else:
         given = families.load(source, family).state_dict()
     save_file(given, source / "model.safetensors", {"format": "pt"})
-    alone = trained(source)
-    with rank_policies.policy(OPTIMIZER, backend="torch", data_parallel=2) as ranks:
-        ranks.load_hf(source)
-        for policy in (alone, ranks):
-            policy.accumulate([rows(4)], LOSS)
-            policy.step(1e-3)
-        found, expected = (
-            tensors(saved(policy, source, tmp_path / name)) for policy, name in ((ranks, "ranks"), (alone, "alone"))
-        )
-    assert found.keys() == expected.keys() == given.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=0, msg=name)
+    alone = check_ranks_publish_the_same(source, tmp_path)
+    assert tensors(tmp_path / "alone").keys() == given.keys()
     check_logprobs(alone, families.load(tmp_path / "alone", family), 7)
 
 
@@ -144,19 +151,7 @@ def test_bfloat16_rounds_and_no_more(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mixtral"])
 def test_ranks_publish_what_one_process_publishes(tmp_path: Path, family: str) -> None:
-    source = families.write(tmp_path / "source", family)
-    alone = trained(source)
-    with rank_policies.policy(OPTIMIZER, backend="torch", data_parallel=2) as ranks:
-        ranks.load_hf(source)
-        for policy in (alone, ranks):
-            policy.accumulate([rows(4)], LOSS)
-            policy.step(1e-3)
-        found, expected = (
-            tensors(saved(policy, source, tmp_path / name)) for policy, name in ((ranks, "ranks"), (alone, "alone"))
-        )
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=0, msg=name)
+    check_ranks_publish_the_same(families.write(tmp_path / "source", family), tmp_path)
 
 
 def test_adapter_leaves_out_towers(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def freeze_towers(model: Any, *, all_of_them: bool) -> None:
 
 
 def file_names(source: Path, *, scores: bool = False) -> FileNames:
-    """Return the names in files of the tensors of the model in a directory, of which the headers are read.
+    """Return the names in files of the tensors of the model in a directory, where only the headers are read.
 
     Raises:
         ConfigError: see `names_in_files` and `empty_model`.
@@ -215,7 +215,7 @@ def empty_model(source: Path, attention: str, dtype: torch.dtype = torch.float32
 
 
 def empty_critic(source: Path, attention: str) -> ValueModel:
-    """Return a critic on the meta device, whose body's parameters have the names of the files in `source`.
+    """Return a critic on the meta device, whose body's parameters have the names of the causal language model's.
 
     The arguments and errors are those of `empty_model`.
     """
