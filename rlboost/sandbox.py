@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from rlboost.shared.framing import send
 from rlboost.shared.job.environment import ToolUnavailable
 
 LABEL = "rlboost.sandbox"
@@ -484,7 +485,7 @@ async def _read(process: Process, output: Output) -> int | None:
 async def _write(process: Process, content: bytes) -> None:
     if process.stdin is not None:
         with contextlib.suppress(ConnectionError):  # it need not read
-            process.stdin.write(content)
+            send(process.stdin, content)
             await process.stdin.drain()
             process.stdin.close()
 

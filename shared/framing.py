@@ -5,6 +5,7 @@ Nothing is pickled.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgpack
@@ -22,3 +23,15 @@ def pack(body: dict[str, Any]) -> bytes:
 def length_of(head: bytes | bytearray) -> int:
     """Return the length of the body that follows a head."""
     return int.from_bytes(head, "big")
+
+
+def send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Write to a connection or a pipe.
+
+    Raises:
+        ConnectionResetError: the other side has closed it; uvloop itself raises a `RuntimeError` then.
+
+    """
+    if writer.is_closing():
+        raise ConnectionResetError("the other side has closed the connection")
+    writer.write(data)

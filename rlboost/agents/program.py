@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlboost.agents import Session
+from rlboost.shared.framing import send
 
 MAX_OUTPUT_BYTES = 1 << 20
 """The most that a program may write to its standard output."""
@@ -88,6 +89,6 @@ async def _read(process: asyncio.subprocess.Process) -> bytes:
 async def _write(process: asyncio.subprocess.Process, line: bytes) -> None:
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # it need not read
-        process.stdin.write(line)
+        send(process.stdin, line)
         await process.stdin.drain()
         process.stdin.close()

@@ -48,6 +48,7 @@ from rlboost.services.rollout_manager.ports import (
 )
 from rlboost.shared.data.messages import Messages, clean_messages
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.framing import send
 from rlboost.shared.model.chat_template import ChatTemplate
 from rlboost.shared.model.folder import merge_eos_ids
 from rlboost.shared.model.tool_calls import CallStyle, style_of_turns
@@ -439,7 +440,7 @@ class Process:
         n_bytes = sum(map(len, request))
         parts = [n_bytes.to_bytes(4, "big"), *request]
         for part in [b"".join(parts)] if n_bytes <= SMALL_BODY_BYTES else parts:  # each is a call of the system
-            self._writer.write(part)
+            send(self._writer, part)
             await self._writer.drain()
         return await self.receive()
 

@@ -22,7 +22,7 @@ from rlboost.services.trainer.domain.curriculum import SkipFunction
 from rlboost.services.trainer.domain.loss.function import TokenBatch, TokenLoss
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.framing import LENGTH_BYTES, length_of, pack
+from rlboost.shared.framing import LENGTH_BYTES, length_of, pack, send
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.settings import environment_without_settings
 from rlboost.shared.user_code import (
@@ -315,9 +315,10 @@ class UserCodeProcess:
         return f"\noutput of user code: {self._log.path}" if self._log is not None and self._log.path.exists() else ""
 
     def send(self, packed: bytes) -> None:
-        """Send a request to the running process."""
+        """Send a request to the running process; `receive` raises if it has ended."""
         if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.write(packed)
+            with contextlib.suppress(ConnectionError):
+                send(self._process.stdin, packed)
 
     async def receive(self) -> dict[str, Any]:
         """Return the next message of the running process.

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import msgpack
 
 from rlboost.shared.errors import ConfigError, Retryable, RLBoostError
-from rlboost.shared.framing import LENGTH_BYTES, length_of, pack
+from rlboost.shared.framing import LENGTH_BYTES, length_of, pack, send
 from rlboost.shared.http.access import is_valid_signature, sign
 from rlboost.shared.tls import ServerCertificate, verifying_context
 
@@ -87,7 +87,7 @@ class Link:
 
     async def send(self, body: dict[str, Any]) -> None:
         """Send a message; raises `OSError` if the other side has ended."""
-        self._writer.write(pack(body))
+        send(self._writer, pack(body))
         await self._writer.drain()
 
     async def receive(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Link:
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
         while data := await reader.read(1 << 16):
-            writer.write(data)
+            send(writer, data)
             await writer.drain()
     except OSError:
         pass  # as at the end
