@@ -38,6 +38,7 @@ from rlboost.shared.errors import (
     BusUnavailable,
     ConfigError,
     Conflict,
+    Fatal,
     Fenced,
     ProcessEnded,
     Retryable,
@@ -72,6 +73,8 @@ class Timing:
     """How often the lease is renewed."""
     lease_wait_limit_s: float = LEASE_WAIT_LIMIT_S
     """How long a trainer waits for the lease of a job it has ended, while another trainer holds it."""
+    last_call_limit_s: float = 60.0
+    """How long the last call of an ended job may run on before the process ends, which alone stops it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +349,7 @@ class Trainer:
                     await self._count_failure(job, error)
                     raise
                 await self._finish(job, ending)
+                await self._free_device(job, stop)
             self._current = None
 
     async def _run(self, job: Job, stop: asyncio.Event) -> _Ending | None:
@@ -418,6 +422,24 @@ class Trainer:
         except Fenced as error:
             # Another trainer took over; or the transaction succeeded, and only its reply was lost.
             log.warning("job_superseded", job=job.id, reason=str(error))
+
+    async def _free_device(self, job: Job, stop: asyncio.Event) -> None:
+        """Wait for the last call of a job that has ended, after which the next job would wait without a limit.
+
+        Raises:
+            Fatal: it does not end: the next process of this trainer runs the next job.
+
+        """
+        limit_s, because = self._timing.last_call_limit_s, f"a call of job {job.id} still runs, which has ended"
+        try:
+            async with self._waits.on("the device", because=because, limit_s=limit_s):
+                await _first_of(stop.wait(), self._device.run(lambda: None))
+        except WaitTimedOut as error:
+            raise Fatal(
+                f"a call of job {job.id} still runs {limit_s:g} s after the end of the job, such as a chat template "
+                "or a download without end: this process ends, since nothing else stops it; start it again if nothing "
+                "does"
+            ) from error
 
     # --- lease ---
 

@@ -353,6 +353,29 @@ async def test_cancel_during_computation_takes_effect_within_1_s(tmp_path: Path)
         assert await eventually(lambda: engine.closed)
 
 
+async def test_call_of_an_ended_job_without_end_ends_the_process(tmp_path: Path) -> None:
+    """Nothing else frees the device for the next job, which is not claimed meanwhile."""
+    rig = Rig(tmp_path, timing=replace(Rig(tmp_path).timing, last_call_limit_s=0.2))
+    engine = Slow()
+    rig.make_engine = lambda: engine
+
+    async def until_the_process_ends() -> None:
+        async with rig.trainer():
+            await rig.command("create")
+            await eventually(engine.began.is_set)
+            await _cancel(rig)
+            await rig.command("create", job_id="job-2")
+            await rig.waits_for("the device")
+            await eventually(lambda: not rig.waits.current())
+
+    try:
+        with pytest.raises(Fatal, match=r"a call of job job-1 still runs 0\.2 s after the end of the job"):
+            await until_the_process_ends()
+    finally:
+        engine.finish.set()
+    assert {report.job_id for report in await rig.reports()} == {"job-1"}
+
+
 async def test_cancel_of_a_paused_job_takes_effect_within_1_s(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     await rig.command("create")
