@@ -125,7 +125,7 @@ def fields_of(data: bytes) -> dict[str, Any]:
 
     """
     try:
-        body = _unpacked(data)
+        body = unpacked(data)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         # The error, and its repr, have all of the bytes.
         raise Undecodable(f"not a message: {type(error).__name__}: {error}"[:MAX_REASON_CHARS]) from None
@@ -134,22 +134,59 @@ def fields_of(data: bytes) -> dict[str, Any]:
     return body
 
 
-def _unpacked(data: bytes) -> Any:
-    """Return what is packed; what is large has few items besides bytes, which take no more memory unpacked."""
-    if len(data) <= _SMALL_BYTES:
-        return msgpack.unpackb(data, raw=False)
-    n_items = 0
+def unpacked(data: bytes) -> Any:
+    """Return what is packed; what is large has few items besides bytes, which take no more memory unpacked.
 
-    def count(items: Any) -> Any:
-        nonlocal n_items
-        n_items += len(items)
+    Raises:
+        ValueError, msgpack.UnpackException: it is not msgpack, or has too many items.
+
+    """
+    if len(data) > _SMALL_BYTES:
+        _check_items(data)
+    return msgpack.unpackb(data, raw=False)
+
+
+def _check_items(data: bytes) -> None:
+    """Raise ValueError if lists and maps have more than `MAX_ITEMS` items in all, nested ones too, or say so.
+
+    msgpack's own limits and hooks are for one list: a list in a list in a list has as many items at each level.
+    """
+    at = n_items = 0
+    left = 1
+    while left and at < len(data):
+        n_length_bytes, length, n_inner = _HEADS[data[at]]
+        at += 1 + n_length_bytes
+        length += int.from_bytes(data[at - n_length_bytes : at], "big")
+        if not n_inner:
+            at += length
+        n_items += length * n_inner
+        left += length * n_inner - 1
         if n_items > MAX_ITEMS:
             raise ValueError(f"more than {MAX_ITEMS} items in {len(data)} bytes")
-        return items
 
-    return msgpack.unpackb(
-        data, raw=False, list_hook=count, object_hook=count, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS
-    )
+
+def _heads() -> tuple[tuple[int, int, int], ...]:
+    heads = [(0, 0, 0)] * 256  # small integers, nil and booleans
+    for n in range(16):
+        heads[0x80 + n], heads[0x90 + n] = (0, n, 2), (0, n, 1)  # short maps and lists
+    for n in range(32):
+        heads[0xA0 + n] = (0, n, 0)  # short texts
+    for i, n in enumerate((1, 2, 4)):
+        heads[0xC4 + i] = heads[0xD9 + i] = (n, 0, 0)  # bytes and texts
+        heads[0xC7 + i] = (n, 1, 0)  # extensions, which have a byte for their type
+    for i, n in enumerate((1, 2, 4, 8, 16)):
+        heads[0xD4 + i] = (0, 1 + n, 0)  # extensions of a fixed length
+    for i, n in enumerate((1, 2, 4, 8)):
+        heads[0xCC + i] = heads[0xD0 + i] = (0, n, 0)  # integers
+    heads[0xCA], heads[0xCB] = (0, 4, 0), (0, 8, 0)  # floats
+    for i, n in enumerate((2, 4)):
+        heads[0xDC + i], heads[0xDE + i] = (n, 0, 1), (n, 0, 2)  # lists and maps
+    return tuple(heads)
+
+
+_HEADS = _heads()
+"""First byte of a packed value -> bytes of the length that follows it, what is added to this length, and how many
+values each unit of it has: 0 for bytes, 1 in a list, 2 in a map."""
 
 
 def decode(data: bytes) -> Message:

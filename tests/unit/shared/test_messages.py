@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from rlboost.shared.errors import Undecodable
 from rlboost.shared.ids import SampleId, group_of, job_of
-from rlboost.shared.messages import Message, TokenFrame, registered
+from rlboost.shared.messages import Message, TokenFrame, codec, registered
 from rlboost.shared.messages.codec import MAX_ITEMS, decode, encode
 from rlboost.shared.wire import F32, I32, floats, ints, pack
 
@@ -104,6 +104,40 @@ def test_large_message_of_many_items_is_refused_before_it_is_unpacked() -> None:
     with pytest.raises(Undecodable, match="more than 1048576 items"):
         decode(msgpack.packb({**fields, "more": nested}))
     assert decode(msgpack.packb({**fields, "more": bytes(2 * MAX_ITEMS)})) == build(TokenFrame)
+
+
+def test_lists_in_lists_are_counted_before_they_are_unpacked() -> None:
+    """16 MiB of them took the manager 68 s and 1.2 GB: each list has too few items, and none is complete."""
+    one = b"\xdd" + MAX_ITEMS.to_bytes(4, "big") + b"\x90" * (MAX_ITEMS - 1)
+    with pytest.raises(Undecodable, match="more than 1048576 items"):
+        decode(msgpack.packb({"t": "TokenFrame", "more": 0})[:-1] + one * 16)
+
+
+_LEAVES = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text()
+_BYTES = st.binary(max_size=300) | st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=40))
+_PACKED: st.SearchStrategy[Any] = st.recursive(
+    _LEAVES | _BYTES,
+    lambda inner: st.lists(inner, max_size=40) | st.dictionaries(st.text(max_size=3), inner, max_size=40),
+    max_leaves=60,
+)
+
+
+def n_items(value: Any) -> int:
+    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return len(inner) + sum(map(n_items, inner))
+
+
+@given(_PACKED)
+def test_items_of_any_packed_value_are_counted(value: Any) -> None:
+    n, packed = n_items(value), msgpack.packb(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "_SMALL_BYTES", 0)
+        patch.setattr(codec, "MAX_ITEMS", n)
+        codec.unpacked(packed)
+        patch.setattr(codec, "MAX_ITEMS", n - 1)
+        if n:
+            with pytest.raises(ValueError, match=f"more than {n - 1} items"):
+                codec.unpacked(packed)
 
 
 def test_reason_why_bytes_are_no_message_is_short() -> None:
