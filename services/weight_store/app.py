@@ -21,6 +21,7 @@ from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import ChunkLocation, Documents, StagedPart
 from rlboost.services.weight_store.versions import Announcements, VersionTable, assemble
 from rlboost.shared.errors import Conflict, NotFound, Undecodable, UnsuitableWeights
+from rlboost.shared.http.guard import require_few_values
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import Bus
 from rlboost.shared.streams.names import job_refused, trainer_epoch
@@ -29,6 +30,9 @@ from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
 from rlboost.shared.weights.rest_models import CommitRequest
 
 log = structlog.get_logger(__name__)
+
+MAX_EXTERNAL_RANKS = 16
+"""Of the parts of one version, which no limit of the store's size counts."""
 
 
 class WeightStore:
@@ -155,18 +159,27 @@ class WeightStore:
         """Stage one rank's part for the commit, for an external trainer under its epoch.
 
         Raises:
-            Conflict: the external trainer no longer holds the job, or skips a version.
-            Undecodable: it is not a part of that rank.
+            Conflict: the external trainer no longer holds the job, or the version is neither its newest nor the next.
+            Undecodable: it is not a part of that rank, or of too high a rank or too large for an external trainer.
             StoreFull: the disk is full.
 
         """
+        if epoch is not None:
+            if rank >= MAX_EXTERNAL_RANKS:
+                raise Undecodable(
+                    f"rank {rank}: an external trainer publishes parts of ranks below {MAX_EXTERNAL_RANKS}"
+                )
+            try:
+                require_few_values(data)
+            except ValueError as error:
+                raise Undecodable(f"the part of rank {rank}: {error}") from error
         part = await asyncio.to_thread(Part.decode, data)
         if part.rank != rank:
             raise Undecodable(f"this is the part of rank {part.rank}, not of rank {rank}")
         async with self._versions.lock(job_id):
             if epoch is not None:
                 await self._check_epoch(job_id, epoch)
-                if version > self._versions.get(job_id).head + 1:
+                if version - self._versions.get(job_id).head not in {0, 1}:
                     raise Conflict(f"version {version} of job {job_id} is not the next one")
             await self._documents.put_part(job_id, StagedPart(version, rank, self._clock()), data)
 

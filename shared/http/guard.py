@@ -69,6 +69,37 @@ def limits_body(limit: BodyLimit) -> Callable[[_Endpoint], _Endpoint]:
     return declare
 
 
+MAX_JSON_LISTS, MAX_JSON_VALUES = 1 << 20, 1 << 22
+"""Of the JSON of a request: two bytes may become an object of 64, and all are built for an error of one."""
+
+
+def require_few_values(text: bytes) -> None:
+    """Check that a JSON text has no more lists, objects and values than any request needs, before it is parsed.
+
+    Raises:
+        ValueError: it has.
+
+    """
+    n_lists, n_values = text.count(b"[") + text.count(b"{"), text.count(b",")
+    if n_lists > MAX_JSON_LISTS or n_values > MAX_JSON_VALUES:
+        raise ValueError(
+            f"it has about {n_lists} lists and objects and {n_values} values, at most {MAX_JSON_LISTS} and "
+            f"{MAX_JSON_VALUES} are read: send it in parts"
+        )
+
+
+class _Request(Request):
+    """A request whose JSON has a limited number of values."""
+
+    async def json(self) -> Any:
+        """Return the body's value, which FastAPI builds in the service's loop."""
+        try:
+            require_few_values(await self.body())
+        except ValueError as error:
+            raise HTTPException(413, f"the body is too large: {error}") from error
+        return await super().json()
+
+
 class Guard:
     """Authenticates the requests to one service.
 
@@ -111,7 +142,7 @@ class Guard:
                     try:
                         await guard.check(request, scope)
                         limit = body_limit() if body_limit else max_body_bytes
-                        return await handle(Request(request.scope, _limited(request, limit)))
+                        return await handle(_Request(request.scope, _limited(request, limit)))
                     except _EXPECTED:
                         raise
                     except UnicodeEncodeError as error:

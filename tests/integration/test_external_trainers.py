@@ -18,6 +18,7 @@ import torch
 
 from rlboost.client import Client, ClientError
 from rlboost.fleet import Fleet, Group, Superseded
+from rlboost.services.weight_store.app import MAX_EXTERNAL_RANKS
 from rlboost.shared.errors import ConfigError, Conflict, Fatal
 from rlboost.shared.weights.manifest import Part
 from tests.support import published_model, tiny_models
@@ -399,6 +400,9 @@ def test_invalid_groups_are_rejected_by_name(raw: Any, change: dict[str, Any], s
 def test_requests_that_fit_no_job_are_rejected_by_name(system: System, raw: Any) -> None:
     assert raw("POST", "groups", content=b"\xc1", headers={"Content-Type": "application/msgpack"}).status_code == 422
     assert raw("POST", "groups", content=b"{", headers={"Content-Type": "application/json"}).status_code == 422
+    for body, kind in ((b"\xdd\x00\xff\xff\xff" + b"\x90" * (2 << 20), "msgpack"), (b"[" + b"[]," * (2 << 20), "json")):
+        many = raw("POST", "groups", content=body, headers={"Content-Type": f"application/{kind}"})
+        assert (many.status_code, "cannot be read as" in many.text, "1048576" in many.text) == (422, True, True)
     for cursor in ("9" * 20 + "-0", "9" * 15 + "-0"):
         report = {"epoch": raw.epoch, "step": 0, "checkpoint": {"step": 0, "cursor": cursor}}
         assert raw("POST", "steps", json=report).status_code == 422
@@ -561,3 +565,20 @@ def test_publishing_credential_is_for_its_own_job_only(system: System) -> None:
             body = {"expect": -1, "parts": ["0" * 64], "config_json": "{}"}
             answer = httpx.request(method, f"{system.store.url}/v1/models/{path}", headers=headers, json=body)
             assert answer.status_code == status, (method, path, answer.text)
+
+
+def test_publishing_credential_fills_neither_memory_nor_disk(system: System) -> None:
+    """Parts have no limit of the store's size: they have limits of their own."""
+    with fleet_of(system, "greedy") as fleet:
+        headers = {"Authorization": f"Bearer {fleet._fleet._at.access.credential}"}
+        at = f"{system.store.url}/v1/models/{fleet.job_id}/versions"
+        of_last = Part(rank=MAX_EXTERNAL_RANKS - 1, chunks=(), tensors=()).encode()
+        many = PART[:-1] + b',"more":[' + b"{}," * (2 << 20) + b"0]}"
+        for path, body, status, text in (
+            (f"0/parts/{MAX_EXTERNAL_RANKS - 1}", of_last, 204, ""),
+            (f"0/parts/{MAX_EXTERNAL_RANKS}", PART, 422, f"ranks below {MAX_EXTERNAL_RANKS}"),
+            ("1/parts/0", PART, 409, "not the next one"),
+            ("0/parts/0", many, 422, "1048576"),
+        ):
+            answer = httpx.put(f"{at}/{path}", content=body, headers=headers)
+            assert (answer.status_code, text in answer.text) == (status, True), answer.text

@@ -33,7 +33,7 @@ from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import Fenced
 from rlboost.shared.http.access import STORE_CREDENTIAL_LIFE_S, Publishing, issue_publishing_credential
-from rlboost.shared.http.guard import limits_body, principal_of
+from rlboost.shared.http.guard import limits_body, principal_of, require_few_values
 from rlboost.shared.http.problem import Problem, Responses, problems, success
 from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, MAX_STEPS, SampleId
 from rlboost.shared.job.fleet import MAX_STALENESS, MIN_TEMPERATURE, StopStrings
@@ -48,7 +48,7 @@ from rlboost.shared.messages import (
     StepReport,
     TrainerStatus,
 )
-from rlboost.shared.messages.codec import HourlyPrice, Seconds
+from rlboost.shared.messages.codec import MAX_REASON_CHARS, HourlyPrice, Seconds, unpacked
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import (
     START,
@@ -576,7 +576,10 @@ async def _parsed(request: Request, kind: type[_B]) -> _B:
     body, is_msgpack = await request.body(), request.headers.get("Content-Type", "").startswith(MSGPACK)
 
     def parse() -> _B:
-        return kind.model_validate(msgpack.unpackb(body) if is_msgpack else json.loads(body))
+        if is_msgpack:
+            return kind.model_validate(unpacked(body))
+        require_few_values(body)
+        return kind.model_validate(json.loads(body))
 
     try:
         return await asyncio.to_thread(parse)
@@ -584,4 +587,5 @@ async def _parsed(request: Request, kind: type[_B]) -> _B:
         raise Problem(422, "Invalid request", "; ".join(describe(error, kind, "the body"))) from error
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         form = "msgpack" if is_msgpack else "JSON"
-        raise Problem(422, "Invalid request", f"the body is no {form}: {error}") from error
+        detail = f"the body cannot be read as {form}: {error}"[:MAX_REASON_CHARS]
+        raise Problem(422, "Invalid request", detail) from error

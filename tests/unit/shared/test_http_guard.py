@@ -19,7 +19,7 @@ from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_worker.api import notice_routes
 from rlboost.services.weight_store import api as store_api
 from rlboost.shared.http.access import ADDRESSES_MAX, BURST, FailureLimit, system_token
-from rlboost.shared.http.guard import Guard
+from rlboost.shared.http.guard import MAX_JSON_LISTS, Guard
 from rlboost.shared.http.server import create_app
 from rlboost.shared.process.waiting import Waits
 from tests.support.memory_bus import MemoryBus
@@ -134,6 +134,16 @@ async def test_body_of_exactly_the_limit_is_taken() -> None:
     app, sizes = limited_app()
     answer = await send(app, "POST", "/raw", Body(LIMIT_BYTES // 100), {"Authorization": f"bearer {TOKEN}"})
     assert (answer.status_code, sizes) == (200, [LIMIT_BYTES])
+
+
+async def test_json_of_too_many_lists_is_refused_before_it_is_parsed() -> None:
+    """It would take 32 times its size in the service's memory, and hold up its loop for seconds."""
+    body = b"[" + b"[]," * MAX_JSON_LISTS + b"0]"
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    transport = httpx.ASGITransport(APPS["weight_store"], client=("many", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        answer = await client.post("/v1/chunks/missing", content=body, headers=headers)
+    assert (answer.status_code, str(MAX_JSON_LISTS) in answer.json()["detail"]) == (413, True)
 
 
 async def test_half_of_a_character_is_rejected_by_name() -> None:
