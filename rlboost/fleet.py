@@ -355,7 +355,8 @@ class AsyncFleet:
 
     async def _request(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Request groups; wait for a resume while the job is paused."""
-        content = msgpack.packb({"epoch": self._at.epoch, "groups": groups})
+        vocab_size = _attached(self._versions).vocab_size
+        content = msgpack.packb({"epoch": self._at.epoch, "groups": groups, "vocab_size": vocab_size})
         while True:
             try:
                 await self._call("POST", "groups", content=content, headers={"Content-Type": _MSGPACK})

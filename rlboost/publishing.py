@@ -295,6 +295,8 @@ class Versions:
         self._config_json = ""
         self._committed: tuple[str, ...] = ()
         """Digest and configurations of the newest version; empty before this trainer had its weights."""
+        self.vocab_size = 0
+        """How many token ids the published model's configuration has; 0 if it does not say, and before the first."""
         self.dtype = ""
         """Of most of the model's bytes, such as `bfloat16`; empty before it was published."""
 
@@ -313,6 +315,11 @@ class Versions:
         self._config_json = weights.config_json or self._config_json
         if not self._config_json:
             raise ConfigError("give config: the configuration of the model (config.json) with the first version")
+        try:
+            config = dict(json.loads(self._config_json))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"config: the model's configuration is not a JSON object: {error}") from error
+        self.vocab_size = config.get("text_config", config).get("vocab_size") or 0
         if weights.adapter and weights.model is not None:
             places = _places_of(weights.model)
             if places != self._base_places:

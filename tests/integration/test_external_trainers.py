@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import re
@@ -20,6 +21,10 @@ from rlboost.client import Client, ClientError
 from rlboost.fleet import Fleet, Group, Superseded
 from rlboost.services.weight_store.app import MAX_EXTERNAL_RANKS
 from rlboost.shared.errors import ConfigError, Conflict, Fatal
+from rlboost.shared.messages import Admitted, GroupRequested
+from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START
 from rlboost.shared.weights.manifest import Part
 from tests.support import published_model, tiny_models
 from tests.support.doc_snippets import blocks_in
@@ -395,6 +400,29 @@ def test_invalid_groups_are_rejected_by_name(raw: Any, change: dict[str, Any], s
     answer = raw("POST", "groups", json={"epoch": raw.epoch, "groups": [GROUP | change]}, timeout=30)
     assert answer.status_code == status
     assert re.search(text, answer.json()["detail"]), answer.json()["detail"]
+
+
+def test_token_ids_outside_the_vocabulary_are_rejected_by_name(system: System) -> None:
+    """Those of workers do not count for a request that names its vocabulary."""
+    with fleet_of(system, "vocabulary") as fleet:
+        fleet.publish(model(0))
+        with pytest.raises(ClientError, match=r"the prompt of group 1: token id 96 is outside the model's 0\.\.95"):
+            list(fleet.generate([[5, 7], [5, 96]], max_tokens=4))
+        assert [len(group.samples) for group in fleet.generate([[5, 7]], max_tokens=4)] == [1]
+        with asyncio.Runner() as runner:
+            requests = runner.run(requested(system, fleet.job_id))
+        assert {request.vocab_size for request in requests} == {96}
+
+
+async def requested(system: System, job_id: str) -> list[GroupRequested]:
+    """Return the requests of a job that the manager has admitted."""
+    bus = RedisBus(system.redis.url)
+    try:
+        entries = await bus.read({names.TOKEN_LOG: START}, count=10_000)
+    finally:
+        await bus.close()
+    admitted = [entry.message.request for entry in entries if isinstance(entry.message, Admitted)]
+    return [request for request in admitted if request.job_id == job_id]
 
 
 def test_requests_that_fit_no_job_are_rejected_by_name(system: System, raw: Any) -> None:

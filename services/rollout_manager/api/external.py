@@ -174,6 +174,9 @@ class GroupsBody(_Body):
 
     epoch: Epoch
     groups: tuple[GroupBody, ...] = Field(min_length=1, max_length=4096)
+    vocab_size: int = Field(
+        0, ge=0, lt=1 << 31, description="token ids of prompts are below it, and those of samples that count; 0 = any"
+    )
 
 
 class Checkpoint(_Body):
@@ -409,7 +412,7 @@ async def request_groups(job: ExternalJob, request: Request, manager: TheManager
         detail = f"job {record.id} is paused: 'rlboost resume {record.id}' or POST /v1/jobs/{record.id}/resume"
         raise Problem(409, "Paused", detail)
     newest = await _committed(manager, record, max(group.version or 0 for group in body.groups))
-    requests = [_request(record, group, newest, checkpoint.step) for group in body.groups]
+    requests = [_request(record, group, newest, checkpoint.step, body.vocab_size) for group in body.groups]
     ops: list[Op] = [HashSet(names.external_groups(record.id), await _new_digests(job, body.groups))]
     await job.write(trainer, [*ops, *(Append(names.rollouts_requested(record.id), each) for each in requests)])
     return {"accepted": len(requests), "version": newest}
@@ -435,7 +438,10 @@ async def _new_digests(job: HeldJob, groups: Sequence[GroupBody]) -> dict[str, s
     return asked
 
 
-def _request(job: Job, group: GroupBody, newest: int, covered: int) -> GroupRequested:
+def _request(job: Job, group: GroupBody, newest: int, covered: int, vocab_size: int) -> GroupRequested:
+    if vocab_size and (highest := int(unpack(group.prompt, I32).max())) >= vocab_size:
+        detail = f"the prompt of group {group.number}: token id {highest} is outside the model's 0..{vocab_size - 1}"
+        raise Problem(422, "Invalid group", detail)
     if group.step < covered:
         detail = f"groups of step {group.step} were generated: a checkpoint covers all before {covered}"
         raise Problem(409, "Checkpointed", detail)
@@ -448,6 +454,7 @@ def _request(job: Job, group: GroupBody, newest: int, covered: int) -> GroupRequ
         version=newest if group.version is None else group.version,
         seed=group.seed,
         max_staleness=group.max_staleness,
+        vocab_size=vocab_size,
     )
 
 
