@@ -335,7 +335,10 @@ def _shapes_in(model: Path, path: Path) -> dict[str, Shape]:
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if end != n_data_bytes:
             raise ValueError(f"its tensors have {end} bytes, the file {n_data_bytes} for them")  # noqa: TRY301 - as above
-        return {name: tuple(entry["shape"]) for name, entry in header.items()}
+        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+        if wrong := [name for name, shape in shapes.items() if any(type(n) is not int or n < 0 for n in shape)]:
+            raise ValueError(f"the shape of {wrong[0]} is {shapes[wrong[0]]!r}")  # noqa: TRY301 - as above
+        return shapes  # noqa: TRY300 - as above
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(

@@ -428,8 +428,11 @@ async def requested(system: System, job_id: str) -> list[GroupRequested]:
 def test_requests_that_fit_no_job_are_rejected_by_name(system: System, raw: Any) -> None:
     assert raw("POST", "groups", content=b"\xc1", headers={"Content-Type": "application/msgpack"}).status_code == 422
     assert raw("POST", "groups", content=b"{", headers={"Content-Type": "application/json"}).status_code == 422
-    for body, kind in ((b"\xdd\x00\xff\xff\xff" + b"\x90" * (2 << 20), "msgpack"), (b"[" + b"[]," * (2 << 20), "json")):
-        many = raw("POST", "groups", content=body, headers={"Content-Type": f"application/{kind}"})
+    for large, kind in (
+        (b"\xdd\x00\xff\xff\xff" + b"\x90" * (2 << 20), "msgpack"),
+        (b"[" + b"[]," * (2 << 20), "json"),
+    ):
+        many = raw("POST", "groups", content=large, headers={"Content-Type": f"application/{kind}"})
         assert (many.status_code, "cannot be read as" in many.text, "1048576" in many.text) == (422, True, True)
     for cursor in ("9" * 20 + "-0", "9" * 15 + "-0"):
         report = {"epoch": raw.epoch, "step": 0, "checkpoint": {"step": 0, "cursor": cursor}}

@@ -52,6 +52,7 @@ def test_machine_is_unknown_for_other_devices_dtypes_and_experts(model: Path) ->
         (b"", "its header has 0 bytes, the file 0"),
         (b"\xff" * 16, "its header has 18446744073709551615 bytes, the file 16"),
         (b"\x02" + b"\0" * 7 + b"[]", "its header is not a JSON object"),
+        (b"\x2b" + b"\0" * 7 + b'{"a": {"data_offsets": [0, 0],"shape":"b"}}', r"the shape of a is \('b',\)"),
     ],
 )
 def test_an_invalid_safetensors_file_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
