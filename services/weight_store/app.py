@@ -159,7 +159,7 @@ class WeightStore:
         """Stage one rank's part for the commit, for an external trainer under its epoch.
 
         Raises:
-            Conflict: the external trainer no longer holds the job, or the version is neither its newest nor the next.
+            Conflict: the external trainer no longer holds the job, or the version is neither retained nor the next.
             Undecodable: it is not a part of that rank, or of too high a rank or too large for an external trainer.
             StoreFull: the disk is full.
 
@@ -179,8 +179,9 @@ class WeightStore:
         async with self._versions.lock(job_id):
             if epoch is not None:
                 await self._check_epoch(job_id, epoch)
-                if version - self._versions.get(job_id).head not in {0, 1}:
-                    raise Conflict(f"version {version} of job {job_id} is not the next one")
+                job = self._versions.get(job_id)
+                if version != job.head + 1 and job.find(version) is None:
+                    raise Conflict(f"version {version} of job {job_id} is not the next one, nor retained")
             await self._documents.put_part(job_id, StagedPart(version, rank, self._clock()), data)
 
     async def commit(self, job_id: str, version: int, request: CommitRequest) -> Version:
