@@ -52,6 +52,7 @@ from rlboost.shared.framing import send
 from rlboost.shared.model.chat_template import ChatTemplate
 from rlboost.shared.model.folder import merge_eos_ids
 from rlboost.shared.model.tool_calls import CallStyle, style_of_turns
+from rlboost.shared.process.stalls import let_others_run
 from rlboost.shared.process.waiting import count_timeout
 from rlboost.shared.settings import environment_without_settings
 from rlboost.shared.wire import I32, pack
@@ -81,7 +82,8 @@ class JinjaChatTemplate:
             cleaned = clean_messages(messages)
             if not self._knows_developer:
                 cleaned = [{**one, "role": "system"} if one["role"] == "developer" else one for one in cleaned]
-            return self._template.render(cleaned, tools=options.tools, kwargs=options.kwargs).text
+            kwargs = {**self._template.arguments_among(options.hints), **options.kwargs}
+            return self._template.render(cleaned, tools=options.tools, kwargs=kwargs).text
         except ConfigError as error:
             raise TokenizationError(f"the chat template rejects the messages: {error}") from error
 
@@ -303,7 +305,7 @@ class TextProcesses:
             value = await self._send([_JSON_HEAD, n_bytes.to_bytes(4, "big"), *body], "the request")
         except TokenizationError as error:
             raise InvalidJson(str(error)) from error
-        await asyncio.sleep(0)  # what comes next takes long, too
+        await let_others_run()  # what comes next takes long, too
         return value
 
     async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
@@ -314,13 +316,13 @@ class TextProcesses:
     async def render(
         self, model: str, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
     ) -> str:
-        request = {"model": model, "messages": messages, "tools": options.tools, "kwargs": options.kwargs}
+        request = {"model": model, "messages": messages, **options._asdict()}
         return str(await self._call(request, "the chat template"))
 
     async def encode_chat(
         self, model: str, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
     ) -> bytes:
-        request = {"model": model, "messages": messages, "tools": options.tools, "kwargs": options.kwargs}
+        request = {"model": model, "messages": messages, **options._asdict()}
         tokens: bytes = await self._call({**request, "encodes": True}, "the conversation")
         return tokens
 
@@ -338,7 +340,7 @@ class TextProcesses:
             packed = packed_value(request)
         except (OverflowError, ValueError) as error:
             raise TokenizationError(f"{what} {NOT_PACKED}") from error
-        await asyncio.sleep(0)  # it may be large, and to send it takes long, too
+        await let_others_run()  # it may be large, and to send it takes long, too
         return await self._send([packed], what)
 
     async def _send(self, request: Sequence[bytes], what: str) -> Any:
@@ -453,7 +455,7 @@ class Process:
                 raise EOFError("the process ended within an answer")
             unpacker.feed(part)
             n_bytes -= len(part)
-        await asyncio.sleep(0)  # a large value takes long
+        await let_others_run()  # a large value takes long
         answer: dict[str, Any] = unpacker.unpack()
         return answer
 
@@ -527,7 +529,7 @@ def process_request(files: ModelFiles, request: Mapping[str, Any]) -> list[bytes
     if "messages" in request:
         if files.chat_template is None:
             raise TokenizationError(f"model {files.name} has no chat template")
-        options = TemplateOptions(request.get("tools", ()), request.get("kwargs", {}))
+        options = TemplateOptions(**{name: request[name] for name in TemplateOptions._fields if name in request})
         text = files.chat_template.render(request["messages"], options)
         if len(text) > MAX_TEXT_CHARACTERS:
             raise TokenizationError(f"the chat template renders {len(text)} characters: shorten the messages")
