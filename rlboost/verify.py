@@ -66,7 +66,7 @@ class Record:
             yield from (f"  {problem}" for problem in self.problems[:_SHOWN])
             return
         again = f", {self.n_repeated} of them trained again" if self.n_repeated else ""
-        end = "the job has ended" if self.end else "the job has not ended"
+        end = "the job has ended" if self.end else "the job still runs, was cancelled or has failed"
         but = "" if self.end else f"; {' and '.join(FINAL_FOLDERS)} are not covered"
         last = _n_trained(self)
         n_steps = sum(step < last for step in self.steps) if last else len(self.steps)

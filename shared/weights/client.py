@@ -284,7 +284,10 @@ class StoreClient:
 
     def _raise_for_status(self, status: int, what: str, *, redirected: bool = False) -> NoReturn:
         if status == 401 and not redirected and self._access.is_renewed:
-            raise StoreUnavailable(f"{what}; the worker waits for a new credential of the manager")
+            raise StoreUnavailable(
+                f"{what}; the worker waits for a new credential of the manager. If this "
+                "lasts, the clocks of manager and weight store differ: 'rlboost doctor' compares them"
+            )
         _raise_for_status(status, what, redirected=redirected)
 
 

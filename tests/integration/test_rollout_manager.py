@@ -16,7 +16,9 @@ import redis.asyncio
 
 from rlboost.client import ServerEvent, server_events
 from rlboost.services.rollout_manager.api.jobs import IDEMPOTENCY_TTL_S
+from rlboost.services.rollout_manager.domain.effects import ENDED_SAMPLES_RETENTION_S
 from rlboost.shared.messages import (
+    ENDED_JOB_RETENTION_S,
     JobReport,
     SampleDropped,
     SeedingEnded,
@@ -218,6 +220,26 @@ async def test_a_cancelled_job_drops_its_samples_with_the_reason(system: System)
     assert {m.reason for m in samples} == {"job cancelled"}
     assert (await system.http.post(f"/v1/jobs/{system.id}/cancel")).status_code == 202
     assert (await system.http.post(f"/v1/jobs/{system.id}/pause")).status_code == 409
+
+
+async def test_all_that_a_cancelled_job_leaves_expires(system: System) -> None:
+    """Without a worker, its dropped samples are the first entries of its stream."""
+    await system.request(groups=1)
+
+    async def requested() -> bool:
+        return bool((await system.get(f"/v1/jobs/{system.id}/audit"))["requested"] == 8)
+
+    await eventually(requested)
+    await system.http.post(f"/v1/jobs/{system.id}/cancel")
+
+    async def dropped() -> bool:
+        return len([m for m in await system.finished() if isinstance(m, SampleDropped)]) == 8
+
+    await eventually(dropped)
+    async with redis.asyncio.from_url(system.redis.url) as client:
+        left = {key: await client.ttl(key) for key in await client.keys(f"rlboost:job:{system.id}:*")}
+    assert 0 < left[names.rollouts_finished(system.id).encode()] <= ENDED_SAMPLES_RETENTION_S
+    assert all(0 < ttl_s <= ENDED_JOB_RETENTION_S for ttl_s in left.values()), left
 
 
 async def test_log_is_trimmed_up_to_delivered_samples(system: System) -> None:

@@ -409,14 +409,14 @@ def enter_state(world: World, job: JobEntry, state: JobState, now: Now, error: s
     if not job.record.enter(state, now.wall, error):
         return []
     changed = event("job_state_changed", now, job.id, state=job.record.state, before=before, error=error)
-    effects: list[Effect] = [changed, save_job(job.record)]
+    effects: list[Effect] = [changed]
     for served in world.jobs.models_of(job.id):
         effects += enter_state(world, served, state, now, f"job {job.id} {state}" if error else "")
     if job.record.state in ENDED:
         for sample in [s for s in world.ledger.samples.values() if s.request.job_id == job.id]:
             effects += drop(world, sample, f"job {job.record.state}")
         job.on_ended()
-    return effects
+    return [*effects, save_job(job.record)]  # last: only keys that exist expire
 
 
 def pause_without_trainer(world: World, now: Now) -> list[Effect]:

@@ -34,6 +34,8 @@ REFUSED = "refused"
 """Cause of a dropped sample whose version no worker could load."""
 COMMANDS_MAX_LEN = 4096
 """Commands of one worker: far more than a live worker leaves unread."""
+ENDED_SAMPLES_RETENTION_S = 600.0
+"""How long the samples that an ended job has not trained stay: its trainer may still read them, no other process."""
 DISMISSAL_TTL_S = 120.0
 """How long a worker that was declared lost can find its dismissal, when it reconnects."""
 _MAX_ENTRY_ID = f"{(1 << 64) - 1}-0"
@@ -42,7 +44,6 @@ _EXTERNAL_KEYS = (names.trainer_lease, names.trainer_epoch, names.external_train
 """Deleted at the end of an external job."""
 _JOB_KEYS = (
     names.rollouts_requested,
-    names.rollouts_finished,
     names.job_events,
     names.job_samples,
     names.job_lengths,
@@ -177,16 +178,18 @@ def save_job(job: Job) -> Store:
     ops: list[Op] = [HashSet(names.JOBS, {job.id: to_json(job)})]
     if job.ended:
         ops += [Expire(key(job.id), ENDED_JOB_RETENTION_S) for key in _JOB_KEYS]
+        ops.append(Expire(names.rollouts_finished(job.id), ENDED_SAMPLES_RETENTION_S))
         if job.spec.kind == "external":  # whose trainer may be gone: from now on it is superseded
             ops += [Delete(key(job.id)) for key in _EXTERNAL_KEYS]
     return Store(tuple(ops))
 
 
 def forget_job(job_id: str) -> Store:
-    """Drop the record of a job that ended long ago."""
+    """Drop the record of a job that ended long ago, and what was stored after its end under keys that were new then."""
     # The cursor is deleted in the turn after the job's end, unless the manager is killed before its commit.
     cursor = HashDelete(names.MANAGER_CURSORS, (names.rollouts_requested(job_id),))
-    return Store((HashDelete(names.JOBS, (job_id,)), cursor))
+    keys = (names.rollouts_finished, *_JOB_KEYS)
+    return Store((HashDelete(names.JOBS, (job_id,)), cursor, *(Delete(key(job_id)) for key in keys)))
 
 
 def save_metrics(job_id: str, step: int, metrics: dict[str, float]) -> Store:

@@ -6,7 +6,7 @@ import pytest
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.decide import AUDIT_OPEN_S, decide, forget_ended
-from rlboost.services.rollout_manager.domain.effects import Effect, Now, Record, Send, one_turn
+from rlboost.services.rollout_manager.domain.effects import Effect, Now, Record, Send, one_turn, operations
 from rlboost.services.rollout_manager.domain.wait_status import job_wait_status
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.messages import (
@@ -18,6 +18,8 @@ from rlboost.shared.messages import (
     Message,
     Restated,
 )
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Delete
 from tests.support.builders import group_id, group_requested, heartbeat, job_running, placed, token_frame, worker_joined
 
 N = 2
@@ -124,6 +126,14 @@ def test_records_of_a_job_that_was_forgotten_change_nothing(rig: Rig, record: st
     rig.assert_nothing_left()
     assert not rig.world.jobs
     assert rig.world.jobs.audit_of(1) is None
+
+
+def test_keys_that_are_new_after_the_end_are_deleted_with_the_record(rig: Rig) -> None:
+    """A trainer that has not read yet that its job was cancelled may write them."""
+    rig.cancel()
+    ops = operations(forget_ended(rig.world.jobs, rig.now.wall + ENDED_JOB_RETENTION_S + 1.0))
+    keys = (names.rollouts_requested, names.rollouts_finished, names.job_samples, names.job_metrics, names.job_audit)
+    assert {Delete(key("j")) for key in keys} <= {op for op in ops if isinstance(op, Delete)}
 
 
 def test_reading_about_a_job_creates_nothing(rig: Rig) -> None:
