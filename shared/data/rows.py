@@ -355,6 +355,14 @@ def _require_all_read(source: str, folder: Path, builder: Any) -> None:
         )
 
 
+def _require_named_fields(source: str, found: Any) -> None:
+    if found.info.builder_name == "csv" and _UNNAMED in found.column_names:
+        raise ConfigError(
+            f"{source}: rows have more fields than the header, so each column would have the values of the next: quote "
+            "texts with commas, remove commas at the end of rows, or name every column"
+        )
+
+
 def _require_remote_files(files: Any) -> None:
     """Refuse a dataset whose card names files of this machine, which `datasets` would read."""
     for name in [str(one) for several in (files or {}).values() for one in several]:
@@ -395,11 +403,7 @@ def _dataset(source: str, path: Path, split: str, subset: str | None) -> Iterato
                 "or the split of the set in eval.sets"
             )
         found = found[split]
-    if found.info.builder_name == "csv" and _UNNAMED in found.column_names:
-        raise ConfigError(
-            f"{source}: rows have more fields than the header, so each column would have the values of the one before "
-            "it: quote texts with commas, remove commas at the end of rows, or name every column"
-        )
+    _require_named_fields(source, found)
     # Images stay as they are stored: decoding them here would open any path or URL that the dataset names.
     for number, values in enumerate(found.to_iterable_dataset().decode(enable=False), 1):
         yield Row(source, f"row {number}", values)

@@ -241,7 +241,7 @@ def test_data_files_that_datasets_would_leave_out_are_refused(folder: Path) -> N
     assert prompts("data") == ["t1"]
 
 
-@pytest.mark.parametrize("rows", ['Now, 1+1=,2\nNow, 1+2=,3\n', "1+1=,2,\n"])
+@pytest.mark.parametrize("rows", ["Now, 1+1=,2\nNow, 1+2=,3\n", "1+1=,2,\n"])
 def test_rows_with_more_fields_than_the_header_are_refused(folder: Path, rows: str) -> None:
     """Pandas takes the first field for a name of the row, and shifts the others."""
     for name, source in (("train.csv", "data"), ("a.csv", "data/a.csv")):
