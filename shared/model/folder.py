@@ -41,6 +41,9 @@ _LONGEST_HEADER_BYTES = 100_000_000
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 """Suffixes of weight files."""
+_ADAPTER = "adapter_config.json"
+_ABOUT_OLD_WEIGHTS = (_ADAPTER, "README.md", "trainer_state.json")
+"""Files that are not true of the model once it is trained."""
 
 Shape = tuple[int, ...]
 
@@ -269,9 +272,6 @@ def read_tensor_shapes(model: Path) -> dict[str, Shape]:
     }
 
 
-_ADAPTER = "adapter_config.json"
-
-
 def require_model_files(model: Path) -> None:
     """Check that a directory has the files of one whole model.
 
@@ -391,17 +391,18 @@ def count_in_tower(model: Path) -> int:
 
 
 def non_weight_files(model: Path) -> list[Path]:
-    """Return the directory's files without the weight files and what describes an adapter.
+    """Return the directory's files without the weight files and what describes only these weights, such as a card.
 
     Raises:
         OSError: the directory cannot be read.
 
     """
-    return [file for file in model.iterdir() if file.is_file() and not file.name.endswith((*_WEIGHTS, _ADAPTER))]
+    left_out = (*_WEIGHTS, *_ABOUT_OLD_WEIGHTS)
+    return [file for file in model.iterdir() if file.is_file() and not file.name.endswith(left_out)]
 
 
 def copy_without_weights(model: Path, to: Path) -> None:
-    """Copy the directory's files, except the weight files, to another directory.
+    """Copy `non_weight_files` to another directory.
 
     Raises:
         OSError: one cannot be read or written.
