@@ -497,11 +497,12 @@ def _model(model: str, field: str = "model") -> str | None:
 
 def _reward_model(model: str) -> str | None:
     folder = Path(model).expanduser()
-    problem = _model(model, REWARD_MODEL)
     try:
-        return problem or (require_reward_model(folder) if folder.is_dir() else None)
+        if (problem := _model(model, REWARD_MODEL)) is None and folder.is_dir():
+            require_reward_model(folder)
     except ConfigError as error:
         return str(error)
+    return problem
 
 
 def _judges(spec: GeneratingJob, seen: _Seen) -> Iterator[str]:

@@ -136,12 +136,12 @@ def test_mlflow_run_is_continued_by_the_next_trainer(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
     job = spec(name="sums", log={"mlflow": {"experiment": "maths", "tags": {"team": "a"}}, "samples": 1})
-    for (first, end), run_end, status in (
-        ((0, 1), "failed", "FAILED"),
-        ((1, 2), "stopped", "KILLED"),
-        ((2, 4), "completed", "FINISHED"),
+    for first, end, run_end, status in (
+        (0, 1, "failed", "FAILED"),
+        (1, 2, "stopped", "KILLED"),
+        (2, 4, "completed", "FINISHED"),
     ):
-        assert run(tmp_path, job, first, end, run_end) == []
+        assert run(tmp_path, job, first, end, cast("RunEnd", run_end)) == []
         assert [one["status"] for one in json.loads(record.read_text()).values()] == [status]
     [seen] = json.loads(record.read_text()).values()
     assert (seen["name"], seen["tags"]) == ("sums", {"team": "a", "rlboost.job": "job-1-ab12"})
