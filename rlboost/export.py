@@ -62,15 +62,18 @@ def new_folder(out: Path, *, force: bool, adapter: bool) -> Iterator[NewFolder]:
 
     Args:
         out: must not exist, or be empty.
-        force: if it exists, replace files of the same name and earlier weights; keep other files.
-        adapter: the folder will hold an adapter; earlier weights are those of an adapter.
+        force: if it exists, replace files of the same name, earlier weights and an earlier adapter; keep other files.
+        adapter: the folder will hold an adapter.
 
     Raises:
-        ConfigError: `out` exists and is not empty, or cannot be written.
+        ConfigError: `out` exists and is not empty, holds a model to which transformers would add the adapter, or cannot
+            be written.
 
     """
     out = out.absolute()
     try:
+        if adapter and (out / "config.json").exists():
+            raise ConfigError(f"{out} has a model, to which transformers would add the adapter: choose another --out")
         if not force and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"{out} exists and is not empty: choose another with --out, or pass --force")
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +95,8 @@ def _move(to: NewFolder, *, adapter: bool) -> None:
     # Removed first and moved last: without it the folder is not recognized as a model.
     if (to.out / settings).exists():
         (to.out / settings).replace(to.scratch.parent / settings)
-    for old in (*to.out.glob(f"{weights}.safetensors"), *to.out.glob(f"{weights}.safetensors.index.json")):
+    old_files = (*to.out.glob(f"{weights}.safetensors"), *to.out.glob(f"{weights}.safetensors.index.json"))
+    for old in (*old_files, *to.out.glob("adapter_config.json")):
         old.unlink()
     for file in sorted(to.scratch.iterdir(), key=lambda path: path.name == settings):
         file.replace(to.out / file.name)

@@ -61,6 +61,7 @@ from rlboost.shared.model.folder import (
     count_in_tower,
     count_parameters,
     read_config,
+    require_model_files,
     require_reward_model,
 )
 from rlboost.shared.user_code import ForbiddenFunction, check_arguments
@@ -487,22 +488,21 @@ def _model(model: str, field: str = "model") -> str | None:
         return MissingHere(
             f"{field}: there is no folder {model}: name a Hugging Face model directory or id ({nearest(model)})"
         )
-    if not (folder / "config.json").is_file():
-        return f"{field}: {model} has no config.json: it is not a Hugging Face model directory"
-    if not any(folder.glob("*.safetensors")):
-        return f"{field}: {model} has no *.safetensors file: save the model's weights there"
+    try:
+        require_model_files(folder)
+    except ConfigError as error:
+        return f"{field}: {error}"
     return None
 
 
 def _reward_model(model: str) -> str | None:
     folder = Path(model).expanduser()
-    if (problem := _model(model, REWARD_MODEL)) or not folder.is_dir():
-        return problem
     try:
-        require_reward_model(folder)
+        if (problem := _model(model, REWARD_MODEL)) is None and folder.is_dir():
+            require_reward_model(folder)
     except ConfigError as error:
         return str(error)
-    return None
+    return problem
 
 
 def _judges(spec: GeneratingJob, seen: _Seen) -> Iterator[str]:

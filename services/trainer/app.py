@@ -33,15 +33,13 @@ import structlog
 from rlboost.services.trainer.domain.job_states import Attempts, JobStates
 from rlboost.services.trainer.job.job import LEASE_TTL_S, LEASE_WAIT_LIMIT_S, DeviceThread, Job, RetryingBus
 from rlboost.services.trainer.job.shared_device import SharedDevice
-from rlboost.services.trainer.run import Build, run_job
+from rlboost.services.trainer.run import Build, is_failure, run_job
 from rlboost.shared.errors import (
     BusUnavailable,
     ConfigError,
-    Conflict,
     Fatal,
     Fenced,
     ProcessEnded,
-    Retryable,
     RLBoostError,
     WaitTimedOut,
     leaves,
@@ -73,7 +71,7 @@ class Timing:
     """How often the lease is renewed."""
     lease_wait_limit_s: float = LEASE_WAIT_LIMIT_S
     """How long a trainer waits for the lease of a job it has ended, while another trainer holds it."""
-    last_call_limit_s: float = 60.0
+    last_call_limit_s: float = 600.0
     """How long the last call of an ended job may run on before the process ends, which alone stops it."""
 
 
@@ -510,7 +508,7 @@ def _ending_with(error: BaseException) -> _Ending:
     """Return the job's failure; re-raise an error that is not the job's fault."""
     found = leaves(error)
     for leaf in found:
-        if isinstance(leaf, RLBoostError) and not isinstance(leaf, Retryable | Conflict):
+        if isinstance(leaf, RLBoostError) and is_failure(leaf):
             return _Ending("failed", str(leaf))
     for leaf in found:
         if not isinstance(leaf, RLBoostError):

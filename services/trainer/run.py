@@ -25,10 +25,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -42,7 +44,7 @@ from rlboost.services.trainer.job.checkpoints import Checkpoints
 from rlboost.services.trainer.job.job import LEASE_WAIT_LIMIT_S, Job
 from rlboost.services.trainer.job.publishing import VersionPublisher, publish_models, renew_images
 from rlboost.services.trainer.ports.samples import Data
-from rlboost.services.trainer.ports.storage import JobResources, LoggedSample, TrainState
+from rlboost.services.trainer.ports.storage import JobResources, LoggedSample, RunEnd, TrainState
 from rlboost.services.trainer.step import offline
 from rlboost.services.trainer.step.durable import DurableCurriculum, DurablePaidCalls, DurableResampling
 from rlboost.services.trainer.step.intake import Intake
@@ -50,6 +52,7 @@ from rlboost.services.trainer.step.judging import OtherModels
 from rlboost.services.trainer.step.run import StepRun
 from rlboost.services.trainer.step.sessions import other_policies, watch_policies
 from rlboost.services.trainer.step.training_rows import logged_samples
+from rlboost.shared.errors import Conflict, Fenced, Retryable, leaves
 from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.job.run_record import pack_groups
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, to_json
@@ -134,9 +137,24 @@ async def run_job(job: Job, build: Build) -> None:
             try:
                 await run.to_the_end()
             finally:
-                await run.close()
+                await run.close(sys.exception())
     finally:
         del job.resources  # the trainer refers to the job until its next one
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return True for an error that fails the job: another process would meet it, too."""
+    return isinstance(error, Exception) and not isinstance(error, Retryable | Conflict)
+
+
+def _end_of(job: Job, error: BaseException | None) -> RunEnd:
+    if error is None:
+        return "completed"
+    if job.cancelled.is_set():
+        return "cancelled"
+    found = leaves(error)
+    is_taken_over = job.superseded.is_set() or any(isinstance(leaf, Fenced) for leaf in found)
+    return "failed" if any(map(is_failure, found)) and not is_taken_over else "stopped"
 
 
 class JobRun:
@@ -213,11 +231,16 @@ class JobRun:
             adapter = await job.write(lambda: folder.export_adapter(engine.export_shards("adapter"), text))
             await job.emit_event("adapter_saved", path=str(adapter))
 
-    async def close(self) -> None:
-        """Stop what the job has started. An error in one part is raised once the others are closed too."""
+    async def close(self, error: BaseException | None) -> None:
+        """Stop what the job has started. An error in one part is raised once the others are closed too.
+
+        Args:
+            error: what has ended the run before its end.
+
+        """
         resources = self._job.resources
         async with AsyncExitStack() as closing:  # the last one first
-            closing.push_async_callback(self._close_folder)
+            closing.push_async_exit(partial(self._close_folder, error))
             # Not awaited: a cancelled job has ended, even if its last micro-batch is still being computed.
             closing.callback(self._job.device.post, resources.engine.close)
             closing.push_async_callback(resources.weights.close)
@@ -228,8 +251,11 @@ class JobRun:
             closing.push_async_callback(resources.rewards.close)
             self._checkpoints.cancel()
 
-    async def _close_folder(self) -> None:
-        await self._job.warn(*await asyncio.to_thread(self._job.resources.folder.close))
+    async def _close_folder(
+        self, error: BaseException | None, _: object, of_closing: BaseException | None, __: object
+    ) -> None:
+        end = _end_of(self._job, error or of_closing)
+        await self._job.warn(*await asyncio.to_thread(self._job.resources.folder.close, end))
 
     # --- the steps of a job whose samples workers generate: reinforcement learning, or an evaluation ---
 

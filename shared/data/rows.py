@@ -29,7 +29,7 @@ AGENT_ROWS = "agent:rows"
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 """Those of shards in a folder; Hugging Face datasets loads a folder of others."""
 _SINGLE_KINDS = (".json", ".csv", ".jsonl.zst")
-_DATA_KINDS = (*FILE_KINDS, ".csv", ".jsonl.zst", ".tsv")
+_DATA_KINDS = (*FILE_KINDS, ".csv", ".jsonl.zst", ".tsv", ".arrow", ".ndjson")
 """Those that have rows for certain: a folder's `.json` and `.txt` files may describe it."""
 _SPLIT = re.compile(
     r"(?:^|[\W_\d])(?:train|training|test|testing|eval|evaluation|valid|validation|val|dev)(?:[\W_\d]|$)", re.IGNORECASE
@@ -110,6 +110,8 @@ _OTHER_FILES = {".arrow", ".csv", ".gz", ".json", ".tsv", ".txt", ".yaml", ".yml
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SAVED = ("dataset_dict.json", "dataset_info.json")
 """One of them lies in a folder that `Dataset.save_to_disk` made."""
+_UNNAMED = "__index_level_0__"
+"""Where Hugging Face datasets puts the first field of each row of a .csv file if the header has fewer fields."""
 _INSTALL = f"install it with: {pip_install('data')}"
 
 
@@ -306,11 +308,12 @@ def _parquet(source: str, path: Path) -> Iterator[Row]:
         with ParquetFile(path) as file:
             _require_distinct(source, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=1024):
-                for number, values in enumerate(batch.to_pylist(), number + 1):  # noqa: B020 - it goes on counting
+                rows = batch.to_pylist(maps_as_pydicts="strict")
+                for number, values in enumerate(rows, number + 1):  # noqa: B020 - it goes on counting
                     yield Row(source, f"row {number}", values)
     except FileNotFoundError as error:
         raise ConfigError(f"{source}: No such file or directory: name a file that the trainer can read") from error
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, KeyError) as error:  # the last one for two keys of one name in a map
         raise ConfigError(f"{source} is not a parquet file that can be read: {error}") from error
 
 
@@ -340,7 +343,7 @@ def _require_all_read(source: str, folder: Path, builder: Any) -> None:
     unread = [
         str(file.relative_to(folder))
         for file in sorted(folder.rglob("*"))
-        if file.name.endswith(_DATA_KINDS)
+        if file.name.lower().endswith(_DATA_KINDS)
         and not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
         and file.resolve() not in used
     ]
@@ -349,6 +352,14 @@ def _require_all_read(source: str, folder: Path, builder: Any) -> None:
             f"{source}: Hugging Face datasets reads {len(used)} of its files and leaves out {unread[0]}"
             f"{f' and {len(unread) - 1} more' if len(unread) > 1 else ''}: name the files that you want in a list, or "
             "move the others away"
+        )
+
+
+def _require_named_fields(source: str, found: Any) -> None:
+    if found.info.builder_name == "csv" and _UNNAMED in found.column_names:
+        raise ConfigError(
+            f"{source}: rows have more fields than the header, so each column would have the values of the next: quote "
+            "texts with commas, remove commas at the end of rows, or name every column"
         )
 
 
@@ -380,7 +391,7 @@ def _dataset(source: str, path: Path, split: str, subset: str | None) -> Iterato
     except ConfigError:
         raise
     except Exception as error:  # its loaders raise whatever the file formats and the network do
-        reason = str(error).partition("\n")[0]
+        reason = str(error.__cause__ or error).partition("\n")[0]
         raise ConfigError(
             f"{source}: Hugging Face datasets cannot load it ({type(error).__name__}: {reason}): name a folder or an "
             "id that it loads (HF_TOKEN for private ones), and data.subset where there are several"
@@ -392,6 +403,7 @@ def _dataset(source: str, path: Path, split: str, subset: str | None) -> Iterato
                 "or the split of the set in eval.sets"
             )
         found = found[split]
+    _require_named_fields(source, found)
     # Images stay as they are stored: decoding them here would open any path or URL that the dataset names.
     for number, values in enumerate(found.to_iterable_dataset().decode(enable=False), 1):
         yield Row(source, f"row {number}", values)

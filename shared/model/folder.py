@@ -41,6 +41,9 @@ _LONGEST_HEADER_BYTES = 100_000_000
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 """Suffixes of weight files."""
+_ADAPTER = "adapter_config.json"
+_ABOUT_OLD_WEIGHTS = (_ADAPTER, "README.md", "trainer_state.json")
+"""Files that are not true of the model once it is trained."""
 
 Shape = tuple[int, ...]
 
@@ -269,19 +272,43 @@ def read_tensor_shapes(model: Path) -> dict[str, Shape]:
     }
 
 
+def require_model_files(model: Path) -> None:
+    """Check that a directory has the files of one whole model.
+
+    Raises:
+        ConfigError: it has an adapter, which transformers would add to the model, weights of another format, or only
+            checkpoints of another trainer.
+
+    """
+    if (model / _ADAPTER).is_file():
+        raise ConfigError(
+            f"{model} has a LoRA adapter ({_ADAPTER}): merge it into its model with PEFT (merge_and_unload, "
+            "save_pretrained) and name that folder, or move the adapter's files away to train without it"
+        )
+    if not (model / "config.json").is_file():
+        inner = sorted((one for one in model.glob("checkpoint-*/config.json")), key=lambda one: one.stat().st_mtime)
+        hint = f", but {inner[-1].parent} may be one" if inner else ""
+        raise ConfigError(f"{model} has no config.json: it is not a Hugging Face model directory{hint}")
+    if not any(model.glob("*.safetensors")):
+        others = sorted(file.name for file in model.iterdir() if file.name.endswith(_WEIGHTS))
+        hint = f", not as {others[0]}: load it with transformers and call save_pretrained" if others else ""
+        raise ConfigError(f"{model} has no *.safetensors file: save the model's weights there{hint}")
+
+
 def require_whole_weights(model: Path) -> None:
     """Check that the weight files are whole, by their headers and sizes, and that none is missing.
 
     Raises:
-        ConfigError: names the file that is truncated, damaged or missing.
+        ConfigError: names the file that is truncated, damaged or missing; see also `require_model_files`.
 
     """
+    require_model_files(model)
     files = sorted(model.glob("*.safetensors"))
     shapes = {path.name: _shapes_in(model, path) for path in files}
     for path in files:
         _require_valid(model, path)
     index = model / "model.safetensors.index.json"
-    if not files or "model.safetensors" in shapes:  # transformers ignores an index then
+    if "model.safetensors" in shapes:  # transformers ignores an index then
         return
     if not index.is_file():
         raise ConfigError(
@@ -367,17 +394,18 @@ def count_in_tower(model: Path) -> int:
 
 
 def non_weight_files(model: Path) -> list[Path]:
-    """Return the directory's files without the weight files.
+    """Return the directory's files without the weight files and what describes only these weights, such as a card.
 
     Raises:
         OSError: the directory cannot be read.
 
     """
-    return [file for file in model.iterdir() if file.is_file() and not file.name.endswith(_WEIGHTS)]
+    left_out = (*_WEIGHTS, *_ABOUT_OLD_WEIGHTS)
+    return [file for file in model.iterdir() if file.is_file() and not file.name.endswith(left_out)]
 
 
 def copy_without_weights(model: Path, to: Path) -> None:
-    """Copy the directory's files, except the weight files, to another directory.
+    """Copy `non_weight_files` to another directory.
 
     Raises:
         OSError: one cannot be read or written.

@@ -22,7 +22,7 @@ from rlboost.services.trainer.ports.samples import (
     Scores,
     StepResult,
 )
-from rlboost.services.trainer.ports.storage import LoggedSample, TrainState
+from rlboost.services.trainer.ports.storage import LoggedSample, RunEnd, TrainState
 from rlboost.shared.errors import Conflict, Corrupt, Fatal, NotFound
 from rlboost.shared.job.environment import Environment, Message
 from rlboost.shared.job.run_profile import RunProfile
@@ -362,6 +362,7 @@ class MemoryFolder:
         self.rows: dict[int, dict[str, float]] = {}
         self.model: list[Shard] = []
         self.adapter: list[Shard] = []
+        self.end: RunEnd | None = None
         self.batches: dict[str, list[TrainingRow]] = {}
         self.profile: RunProfile | None = None
         self.samples: dict[int, list[LoggedSample]] = {}
@@ -407,7 +408,8 @@ class MemoryFolder:
         self.adapter = _copies(shards)
         return Path("adapter")
 
-    def close(self) -> list[str]:
+    def close(self, end: RunEnd) -> list[str]:
+        self.end = end
         return []
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from rlboost.services.trainer.adapters.run_log import Opener, Row, RunLog
 from rlboost.services.trainer.adapters.torch.tensors import tensor_of
 from rlboost.services.trainer.domain.batches import TrainingRow
-from rlboost.services.trainer.ports.storage import LoggedSample
+from rlboost.services.trainer.ports.storage import LoggedSample, RunEnd
 from rlboost.shared import files
 from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.files import append_line, replace_file, write_error
@@ -138,8 +138,8 @@ class LocalRunFolder:
             shutil.copymode(directory / "adapter_config.json", directory / "adapter_model.safetensors")
         return self._folder / "adapter"
 
-    def close(self) -> list[str]:
-        self._log.close(_FINISH_LIMIT_S)
+    def close(self, end: RunEnd) -> list[str]:
+        self._log.close(_FINISH_LIMIT_S, end)
         return self._log.new_problems()
 
     @contextmanager

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import structlog
 
 from rlboost.services.trainer.adapters.tracker_child import STARTED
-from rlboost.services.trainer.ports.storage import LoggedSample
+from rlboost.services.trainer.ports.storage import LoggedSample, RunEnd
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.base import TRACKERS, ServiceJob, missing_log_libraries
 from rlboost.shared.settings import environment_without_settings
@@ -48,8 +48,8 @@ class Logger(Protocol):
     def log(self, row: Row) -> None:
         """Log a row; steps increase."""
 
-    def close(self) -> None:
-        """Send buffered rows."""
+    def close(self, end: RunEnd) -> None:
+        """Send buffered rows, and how the run ends."""
 
 
 class LoggerFailed(Exception):
@@ -82,11 +82,11 @@ class RunLog:
         """Return the problems that were not returned before."""
         return [problem for thread in self._threads if (problem := thread.new_problem())]
 
-    def close(self, limit_s: float) -> None:
+    def close(self, limit_s: float, end: RunEnd = "completed") -> None:
         """Let the loggers finish, for up to `limit_s`; slower ones continue for as long as the process lives."""
         until = time.monotonic() + limit_s
         for thread in self._threads:
-            thread.end()
+            thread.end(end)
         for thread in self._threads:
             thread.join(until)
 
@@ -98,8 +98,8 @@ class _LoggerThread:
         self._name = name
         self._opener = opener
         self._patience_s = patience_s
-        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        """None after the last row. At most `_QUEUED_ROWS` rows."""
+        self._rows: queue.SimpleQueue[Row | RunEnd] = queue.SimpleQueue()
+        """How the run ends follows the last row. At most `_QUEUED_ROWS` rows."""
         self._busy_since: float | None = time.monotonic()
         self._problem = ""
         self._reported = False
@@ -119,10 +119,10 @@ class _LoggerThread:
         else:
             self._note(f"its queue of {_QUEUED_ROWS} rows is full, so later rows are dropped")
 
-    def end(self) -> None:
+    def end(self, end: RunEnd) -> None:
         if not self._closed:
             self._closed = True
-            self._rows.put(None)
+            self._rows.put(end)
 
     def join(self, until: float) -> None:
         self._thread.join(max(0.0, until - time.monotonic()))
@@ -144,12 +144,12 @@ class _LoggerThread:
         try:
             logger = self._opener(step)
             self._busy_since = None
-            while (row := self._rows.get()) is not None:
+            while isinstance(row := self._rows.get(), Row):
                 self._busy_since = time.monotonic()
                 logger.log(row)
                 self._busy_since = None
             self._busy_since = time.monotonic()
-            logger.close()
+            logger.close(row)
         except Exception as error:  # noqa: BLE001 - a third-party library, and the network
             kind = "" if isinstance(error, LoggerFailed) else f"{type(error).__name__}: "
             self._note(kind + str(error).partition("\n")[0].rstrip("."))
@@ -193,8 +193,8 @@ class TrackerProcess:
     def log(self, row: Row) -> None:
         self._send({"step": row.step, "metrics": row.metrics, "samples": row.samples})
 
-    def close(self) -> None:
-        self._send(None)
+    def close(self, end: RunEnd) -> None:
+        self._send(end)
         if self._process.wait():
             raise self._failure()
         self._release()
@@ -265,5 +265,6 @@ class TensorBoard:
         # Flush per row: a killed process must not lose rows.
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, end: RunEnd) -> None:
+        del end  # event files do not say it
         self._writer.close()

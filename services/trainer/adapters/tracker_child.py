@@ -1,8 +1,9 @@
 """`python -m rlboost.services.trainer.adapters.tracker_child`: one run of a tracker, in its own process.
 
-Standard input has lines of JSON: how the run starts (see `TrackerProcess`), then one row per line, then `null`.
-`STARTED` on standard output means that the run has started. If the input ends without `null`, the trainer has died; the
-child still sends all rows. The run has the job's id, so that the next trainer of the job continues it.
+Standard input has lines of JSON: how the run starts (see `TrackerProcess`), then one row per line, then how the run
+ends (`RunEnd`). `STARTED` on standard output means that the run has started. If the input ends without an end, the
+trainer has died; the child still sends all rows. The run has the job's id, so that the next trainer of the job
+continues it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO, cast
 
 STARTED = "started"
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reward")
 _FINISH_LIMIT_S = 60.0
 """Limit for sending the remaining rows. No process waits for this one, so it must not stay forever."""
+
+
+End = Literal["completed", "failed", "cancelled", "stopped", "died"]
+"""`RunEnd`, or that the trainer has died."""
 
 
 class Run(Protocol):
@@ -28,8 +33,8 @@ class Run(Protocol):
     def log(self, step: int, metrics: dict[str, float], samples: Sequence[Sequence[Any]]) -> None:
         """Log a step, and its samples as a table with `SAMPLE_COLUMNS`, if there are any."""
 
-    def finish(self, *, is_whole: bool) -> None:
-        """Send what is left; a run that is not whole may be continued."""
+    def finish(self, end: End) -> None:
+        """Send what is left, and how the run ends; each but `completed` may be continued."""
 
 
 class Wandb:
@@ -51,8 +56,9 @@ class Wandb:
         table = {"samples": self._table(columns=list(SAMPLE_COLUMNS), data=samples)} if samples else {}
         self._run.log(metrics | table, step=step)
 
-    def finish(self, *, is_whole: bool) -> None:
-        self._run.finish(**({} if is_whole else {"exit_code": 1}))
+    def finish(self, end: End) -> None:
+        # 255 is that of a program that Ctrl-C ends.
+        self._run.finish(exit_code={"completed": 0, "cancelled": 255, "stopped": 255}.get(end, 1))
 
 
 class Mlflow:
@@ -89,8 +95,9 @@ class Mlflow:
             columns = dict(zip(SAMPLE_COLUMNS, map(list, zip(*samples, strict=True)), strict=True))
             self._mlflow.log_table(columns, f"samples-{step - step % self._STEPS_PER_TABLE}.json")
 
-    def finish(self, *, is_whole: bool) -> None:
-        self._mlflow.end_run("FINISHED" if is_whole else "FAILED")
+    def finish(self, end: End) -> None:
+        statuses = {"completed": "FINISHED", "cancelled": "KILLED", "stopped": "KILLED"}
+        self._mlflow.end_run(statuses.get(end, "FAILED"))
 
 
 class Swanlab:
@@ -113,8 +120,13 @@ class Swanlab:
         table = {"samples": self._swanlab.echarts.Table().add(list(SAMPLE_COLUMNS), samples)} if samples else {}
         self._run.log(metrics | table, step=step)
 
-    def finish(self, *, is_whole: bool) -> None:
-        self._run.finish(**({} if is_whole else {"state": "crashed", "error": "the trainer died"}))
+    def finish(self, end: End) -> None:
+        if end in ("cancelled", "stopped"):
+            self._run.finish(state="aborted")
+        elif end == "completed":
+            self._run.finish()
+        else:
+            self._run.finish(state="crashed", error="the job failed" if end == "failed" else "the trainer died")
 
 
 TRACKERS: Mapping[str, type[Run]] = {"wandb": Wandb, "mlflow": Mlflow, "swanlab": Swanlab}
@@ -134,13 +146,13 @@ def main(lines: TextIO, answers: TextIO) -> int:
     start = json.loads(lines.readline())
     run = TRACKERS[start["tracker"]](start)
     print(STARTED, file=answers, flush=True)
-    is_whole = False
+    end: End = "died"
     for line in lines:
-        if (row := json.loads(line)) is None:
-            is_whole = True
+        if isinstance(row := json.loads(line), str):
+            end = cast("End", row)
             break
         run.log(row["step"], row["metrics"], row["samples"])
-    run.finish(is_whole=is_whole)
+    run.finish(end)
     return 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.canary_prompts import CanaryPrompts
@@ -161,6 +161,10 @@ class WeightPublisher(Protocol):
         """Release connections."""
 
 
+RunEnd = Literal["completed", "failed", "cancelled", "stopped"]
+"""How a process ends its run of a job; `stopped`: another one continues it."""
+
+
 class RunFolder(Protocol):
     """The files of a job that people read. All calls block.
 
@@ -210,8 +214,13 @@ class RunFolder(Protocol):
     def export_adapter(self, shards: Iterable[Shard], adapter_json: str) -> Path:
         """Write the final adapter as a PEFT directory and return its path."""
 
-    def close(self) -> list[str]:
-        """Flush the loggers, for some seconds at most; return their problems as `log_step` does."""
+    def close(self, end: RunEnd) -> list[str]:
+        """Tell the loggers how the run ends, and flush them, for some seconds at most.
+
+        Returns:
+            As `log_step`.
+
+        """
 
 
 # --- Other models of a job, which workers serve alongside its own -----------------------------------------------------

@@ -99,16 +99,23 @@ def test_with_force_an_adapter_replaces_an_adapter_and_a_model_all_weights(
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    for name in ("config.json", "model-00001-of-00002.safetensors", "adapter_model-00001-of-00002.safetensors"):
+    for name in ("adapter_config.json", "adapter_model-00001-of-00002.safetensors", "notes.txt"):
         (out / name).write_text("old")
+    if not adapter:
+        (out / "config.json").write_text("old")
+        (out / "model-00001-of-00002.safetensors").write_text("old")
     with new_folder(out, force=True, adapter=adapter) as to:
         write(to, adapter=adapter, base=base)
     names = {path.name for path in out.iterdir()}
     if adapter:
-        model = {"config.json", "model-00001-of-00002.safetensors"}
-        assert names == model | {"adapter_config.json", "adapter_model.safetensors"}
+        assert names == {"adapter_config.json", "adapter_model.safetensors", "notes.txt"}
     else:
-        assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+        assert names == {"config.json", "model.safetensors", "tokenizer.json", "notes.txt"}
+        with (
+            pytest.raises(ConfigError, match="out has a model, to which transformers would add the adapter: choose"),
+            new_folder(out, force=True, adapter=True),
+        ):
+            pass
 
 
 @pytest.mark.parametrize("adapter", [False, True])

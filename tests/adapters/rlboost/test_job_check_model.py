@@ -479,6 +479,27 @@ def test_damaged_weights_are_named_by_check_and_trainer(damage: Callable[[Path],
     assert trainers_words(lambda: TorchPolicy(PolicySettings(), device="cpu").load_hf(Path("base"))) == problem
 
 
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("adapter_config.json", "base has a LoRA adapter (adapter_config.json): merge it"),
+        (
+            "pytorch_model.bin",
+            "base has no *.safetensors file: save the model's weights there, not as pytorch_model.bin",
+        ),
+    ],
+)
+def test_folder_with_an_adapter_or_pickled_weights_is_refused_by_check_and_trainer(file: str, named: str) -> None:
+    """Transformers would put the adapter on the model, and read the pickled file."""
+    if file == "pytorch_model.bin":
+        Path("base/model.safetensors").unlink()
+    Path("base", file).write_text("{}")
+    (problem,) = jobcheck.check_job(job()).problems
+    assert named in problem
+    words = trainers_words(lambda: TorchPolicy(PolicySettings(), device="cpu").load_hf(Path("base")))
+    assert problem == f"model: {words}"
+
+
 def test_model_in_shards_has_no_problem() -> None:
     in_shards(Path("base/model.safetensors"))
     assert check() == []

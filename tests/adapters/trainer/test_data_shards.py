@@ -233,8 +233,36 @@ def test_data_files_that_datasets_would_leave_out_are_refused(folder: Path) -> N
     write(folder / "more.parquet", "t3")
     with pytest.raises(ConfigError, match=r"leaves out more.parquet: name the files"):
         prompts("data")
+    for name in ("more.arrow", "MORE.JSONL"):
+        next(folder.glob("more.*")).rename(folder / name)
+        with pytest.raises(ConfigError, match=f"leaves out {name}: name the files"):
+            prompts("data")
     (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: train.jsonl\n---\n# Sums\n")
     assert prompts("data") == ["t1"]
+
+
+@pytest.mark.parametrize("rows", ["Now, 1+1=,2\nNow, 1+2=,3\n", "1+1=,2,\n"])
+def test_rows_with_more_fields_than_the_header_are_refused(folder: Path, rows: str) -> None:
+    """Pandas takes the first field for a name of the row, and shifts the others."""
+    for name, source in (("train.csv", "data"), ("a.csv", "data/a.csv")):
+        (folder / name).write_text(f"prompt,answer\n{rows}")
+        with pytest.raises(ConfigError, match=f"{source}: rows have more fields than the header, .*quote texts"):
+            prompts(source)
+    (folder / "a.csv").write_text(f"prompt,answer\nx,1\n{rows}")
+    with pytest.raises(ConfigError, match=r"Expected 2 fields in line 3, saw 3"):
+        prompts("data/a.csv")
+
+
+def test_map_of_a_parquet_file_is_a_mapping(folder: Path) -> None:
+    kind = pa.map_(pa.string(), pa.string())
+    message, solution = [("role", "user"), ("content", "t5")], [("ground_truth", "2")]
+    table = {"prompt": pa.array([[message]], pa.list_(kind)), "reward_model": pa.array([solution], kind)}
+    parquet.write_table(pa.table(table), folder / "a.parquet")
+    [row] = read_rows("data/a.parquet")
+    assert row.values == {"prompt": [{"role": "user", "content": "t5"}], "reward_model": {"ground_truth": "2"}}
+    parquet.write_table(pa.table({"reward_model": pa.array([solution * 2], kind)}), folder / "a.parquet")
+    with pytest.raises(ConfigError, match=r"data/a.parquet .*duplicate keys"):
+        list(read_rows("data/a.parquet"))
 
 
 def test_two_columns_of_one_name_are_refused(folder: Path) -> None:

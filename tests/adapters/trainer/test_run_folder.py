@@ -94,6 +94,9 @@ def test_export_writes_a_hugging_face_directory(tmp_path: Path) -> None:
     base = write_tokenizer(write_model(tmp_path / "base"))
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    of_old_weights = {"README.md", "trainer_state.json", "training_args.bin"}  # as other trainers write them
+    for name in of_old_weights:
+        (base / name).write_text("")
     engine = TorchPolicy(PolicySettings(optimizer=OptimizerSpec(lr=1e-2)), device="cpu")
     engine.load_hf(base)
     engine.accumulate([rows()], clipped_loss(0.2, 0.28))
@@ -109,6 +112,7 @@ def test_export_writes_a_hugging_face_directory(tmp_path: Path) -> None:
         assert state[shard.name].numpy().tobytes() == bytes(shard.data), shard.name
     assert state["lm_head.weight"].equal(state["model.embed_tokens.weight"])
     assert tokenizer("t5")["input_ids"] == [1, 5]
+    assert {file.name for file in path.iterdir()} == {file.name for file in base.iterdir()} - of_old_weights
 
 
 def test_unwritable_run_folder_is_named(tmp_path: Path) -> None:

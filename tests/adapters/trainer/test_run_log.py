@@ -8,7 +8,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -18,7 +18,7 @@ from rlboost.services.trainer.adapters import run_folder as folder
 from rlboost.services.trainer.adapters import tracker_child
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.run_log import Row, RunLog, openers
-from rlboost.services.trainer.ports.storage import LoggedSample
+from rlboost.services.trainer.ports.storage import LoggedSample, RunEnd
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.weights.access import RecordKey
 from tests.support import tracker_stand_ins
@@ -50,7 +50,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
             yield record
 
 
-def run(path: Path, job: Any, first: int, end: int) -> list[str]:
+def run(path: Path, job: Any, first: int, end: int, run_end: RunEnd = "completed") -> list[str]:
     """Log steps as one process of a trainer does, and return what went wrong."""
     run_folder = LocalRunFolder(path, path, RecordKey("secret"), openers(job, "job-1-ab12", path))
     run_folder.begin("{}", first)
@@ -58,7 +58,7 @@ def run(path: Path, job: Any, first: int, end: int) -> list[str]:
     for step in range(first, end):
         samples = [LoggedSample(step, "1+1=", f"{step}", float(step))] if job.log.samples else []
         troubles += run_folder.log_step(step, ROWS[step], samples)
-    return troubles + run_folder.close()
+    return troubles + run_folder.close(run_end)
 
 
 def test_tensorboard_has_each_retrained_step_once(tmp_path: Path) -> None:
@@ -78,6 +78,14 @@ def test_wandb_has_one_run_with_the_jobs_id_settings_and_steps(tmp_path: Path, m
     monkeypatch.setattr(folder, "_FINISH_LIMIT_S", LIMIT_S)
     job = spec(name="sums", log={"wandb": {"project": "maths", "group": "g", "tags": ["a", "b"]}, "samples": 1})
     assert run(tmp_path, job, 2, 6) == []
+    assert run(tmp_path / "failed", job, 0, 1, "failed") == []
+    assert run(tmp_path / "cancelled", job, 0, 1, "cancelled") == []
+    codes = {
+        folder: [record.exit.exit_code for record in wandb_records(file) if record.HasField("exit")]
+        for folder in (".", "failed", "cancelled")
+        for file in (tmp_path / folder).glob("wandb/offline-run-*/run-job-1-ab12.wandb")
+    }
+    assert codes == {".": [0], "failed": [1], "cancelled": [255]}
     [file] = tmp_path.glob("wandb/offline-run-*/run-job-1-ab12.wandb")
     begun = next(record.run for record in wandb_records(file) if record.HasField("run"))
     assert (begun.run_id, begun.project, begun.display_name) == ("job-1-ab12", "maths", "sums")
@@ -128,10 +136,16 @@ def test_mlflow_run_is_continued_by_the_next_trainer(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
     job = spec(name="sums", log={"mlflow": {"experiment": "maths", "tags": {"team": "a"}}, "samples": 1})
-    assert run(tmp_path, job, 0, 2) == run(tmp_path, job, 2, 4) == []
+    for first, end, run_end, status in (
+        (0, 1, "failed", "FAILED"),
+        (1, 2, "stopped", "KILLED"),
+        (2, 4, "completed", "FINISHED"),
+    ):
+        assert run(tmp_path, job, first, end, cast("RunEnd", run_end)) == []
+        assert [one["status"] for one in json.loads(record.read_text()).values()] == [status]
     [seen] = json.loads(record.read_text()).values()
     assert (seen["name"], seen["tags"]) == ("sums", {"team": "a", "rlboost.job": "job-1-ab12"})
-    assert (seen["params"]["algorithm.group_size"], seen["status"]) == ("2", "FINISHED")
+    assert seen["params"]["algorithm.group_size"] == "2"
     assert [step for step, _ in seen["metrics"]] == [0, 1, 2, 3]
     assert seen["metrics"][0][1] == {"loss": 1.0, "reward/mean": 0.0, "eval/pass_at_1": 0.5}
     assert seen["tables"]["samples-0.json"]["completion"] == ["0", "1", "2", "3"]
@@ -179,6 +193,9 @@ def test_swanlab_gets_the_jobs_id_rows_and_samples(tmp_path: Path, record: Path)
     table = [list(LoggedSample._fields), [[0, "1+1=", "0", 0.0]]]
     assert logged[0] == ["log", 0, {**ROWS[0], "samples": table}]
     assert (len(logged), finish) == (2, ["finish", "success", None])
+    for end, state in (("failed", ["crashed", "the job failed"]), ("cancelled", ["aborted", None])):
+        assert run(tmp_path, job, 0, 1, cast("RunEnd", end)) == []
+        assert json.loads(record.read_text().splitlines()[-1]) == ["finish", *state]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +233,8 @@ class Hanging:
         self.got.append(row.step)
         self.released.wait()
 
-    def close(self) -> None:
+    def close(self, end: RunEnd) -> None:
+        del end
         self.got.append(-1)
 
 
@@ -231,8 +249,8 @@ class Broken:
             raise RuntimeError("no space left\nat all")
         self.got.append(row.step)
 
-    def close(self) -> None:
-        raise AssertionError("it has failed already")
+    def close(self, end: RunEnd) -> None:
+        raise AssertionError(f"it has failed already, before {end}")
 
 
 @pytest.fixture

@@ -916,6 +916,14 @@ def test_a_model_folder_without_weights_is_named() -> None:
     write_job()
     Path("base/model.safetensors").unlink()
     assert "has no *.safetensors file" in rlboost("config", "check", "job.yaml").stderr
+    Path("base/config.json").unlink()
+    for step in (9, 10):
+        Path(f"base/checkpoint-{step}").mkdir()
+        Path(f"base/checkpoint-{step}/config.json").write_text("{}")
+        os.utime(f"base/checkpoint-{step}/config.json", (step, step))
+    assert "base has no config.json: it is not a Hugging Face model directory, but base/checkpoint-10 may be one" in (
+        rlboost("config", "check", "job.yaml").stderr
+    )
 
 
 def test_a_hugging_face_id_is_left_to_the_trainer() -> None:

@@ -327,6 +327,23 @@ async def test_part_that_does_not_close_leaves_no_other_part_open(
         ended = await rig.ended()
         assert (ended.state, ended.error) == ("failed", "a process does not end")
         assert await eventually(lambda: rig.engine.closed)
+    assert rig.folder.end == "failed"
+
+
+async def test_loggers_are_told_how_the_run_of_each_process_ends(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.manager.held = {1}
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.waits_for("samples of step 2")
+    ends = [rig.folder.end]  # the next trainer continues
+    rig.manager.held = set()
+    assert (await rig.resume()).state == "completed"
+    assert [*ends, rig.folder.end] == ["stopped", "completed"]
+    broken = Rig(tmp_path / "broken")
+    broken.reward = lambda _batch: Scores(None, "timeout", "no answer in 5 s")
+    assert (await broken.run()).state == "failed"
+    assert broken.folder.end == "failed"
 
 
 async def test_cancel_during_a_wait_for_samples_takes_effect_within_1_s(tmp_path: Path) -> None:
@@ -336,6 +353,7 @@ async def test_cancel_during_a_wait_for_samples_takes_effect_within_1_s(tmp_path
         await rig.command("create")
         await rig.waits_for("samples of step 2")
         await _cancel(rig)
+    assert rig.folder.end == "cancelled"
     assert await rig.bus.claim(names.JOB_COMMANDS, names.TRAINER_GROUP, "x", min_idle_s=0) == []
 
 
