@@ -69,6 +69,7 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.messages.codec import fields_of
 from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.process.stalls import let_others_run
 from rlboost.shared.process.waiting import count_timeout
 from rlboost.shared.progress import CountProgress
 from rlboost.shared.streams import names
@@ -471,10 +472,11 @@ class Manager:
             log.warning("world_rebuilt", reason=str(found))
             await self.try_lead()
             return
+        await let_others_run()  # to apply the entries took long
         began = time.perf_counter()
         effects = [*seen.effects, *self._decide(seen)]
         self._read_size.took(seen.n_entries, seen.applied_s + time.perf_counter() - began)
-        await asyncio.sleep(0)  # to write them takes long, too
+        await let_others_run()  # to write them takes long, too
         await self._trim()  # what the previous turn found due: the cursors that allow it are stored by now
         effects += await self._maintain(seen.now)
         await self._commit(effects, seen.advanced)
@@ -484,7 +486,7 @@ class Manager:
     async def _observe(self, block_s: float) -> _Observed:
         """Read and apply new entries, and the leases of trainers and of silent workers."""
         batch = await self._read(block_s)
-        await asyncio.sleep(0)  # its entries were decoded just now
+        await let_others_run()  # its entries were decoded just now
         now, began = self._now(), time.perf_counter()
         effects = self._apply(batch.entries, now)
         applied_s = time.perf_counter() - began

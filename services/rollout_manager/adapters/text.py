@@ -52,6 +52,7 @@ from rlboost.shared.framing import send
 from rlboost.shared.model.chat_template import ChatTemplate
 from rlboost.shared.model.folder import merge_eos_ids
 from rlboost.shared.model.tool_calls import CallStyle, style_of_turns
+from rlboost.shared.process.stalls import let_others_run
 from rlboost.shared.process.waiting import count_timeout
 from rlboost.shared.settings import environment_without_settings
 from rlboost.shared.wire import I32, pack
@@ -303,7 +304,7 @@ class TextProcesses:
             value = await self._send([_JSON_HEAD, n_bytes.to_bytes(4, "big"), *body], "the request")
         except TokenizationError as error:
             raise InvalidJson(str(error)) from error
-        await asyncio.sleep(0)  # what comes next takes long, too
+        await let_others_run()  # what comes next takes long, too
         return value
 
     async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
@@ -338,7 +339,7 @@ class TextProcesses:
             packed = packed_value(request)
         except (OverflowError, ValueError) as error:
             raise TokenizationError(f"{what} {NOT_PACKED}") from error
-        await asyncio.sleep(0)  # it may be large, and to send it takes long, too
+        await let_others_run()  # it may be large, and to send it takes long, too
         return await self._send([packed], what)
 
     async def _send(self, request: Sequence[bytes], what: str) -> Any:
@@ -453,7 +454,7 @@ class Process:
                 raise EOFError("the process ended within an answer")
             unpacker.feed(part)
             n_bytes -= len(part)
-        await asyncio.sleep(0)  # a large value takes long
+        await let_others_run()  # a large value takes long
         answer: dict[str, Any] = unpacker.unpack()
         return answer
 

@@ -48,6 +48,7 @@ from rlboost.shared.http.server import ErrorFormat
 from rlboost.shared.job.agent import SessionId
 from rlboost.shared.job.base import UntrainedJob
 from rlboost.shared.model.tool_calls import CallStyle
+from rlboost.shared.process.stalls import let_others_run
 from rlboost.shared.streams.bus import Bus
 from rlboost.shared.wire import length
 
@@ -418,7 +419,7 @@ async def _template_input(body: ChatBody, job: Job) -> tuple[list[Message], Temp
     messages = list[Message]()
     for i, message in enumerate(body.messages):
         if i % MESSAGES_AT_ONCE == 0:
-            await asyncio.sleep(0)
+            await let_others_run()
         messages.append(message.for_template())
     of_job = {} if isinstance(job.spec, UntrainedJob) else job.spec.data.chat_template_kwargs
     return messages, TemplateOptions(body.tools, {**of_job, **body.chat_template_kwargs})

@@ -23,6 +23,7 @@ from rlboost.services.rollout_manager.ports import (
 from rlboost.services.rollout_manager.serving.tools import overlap
 from rlboost.shared.model.chat_template import ANSWER_PLACEHOLDER, text_after_answer, without_end
 from rlboost.shared.model.tool_calls import CallStyle, end_of_call
+from rlboost.shared.process.stalls import let_others_run
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus, Delete, Expire, HashSet, Op
 from rlboost.shared.wire import I32, ints
@@ -374,7 +375,7 @@ async def digests(messages: Sequence[Message], options: TemplateOptions) -> list
     for n_hashed, message in enumerate(messages, 1):
         found.append(await digest_with(found[-1], message))
         if n_hashed % MESSAGES_AT_ONCE == 0:
-            await asyncio.sleep(0)
+            await let_others_run()
     return found
 
 

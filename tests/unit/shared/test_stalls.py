@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
-from rlboost.shared.process.stalls import LONG_S, WINDOW_S, Stalls, Turnstile
+import pytest
+import uvloop
+
+from rlboost.shared.process.stalls import LONG_S, WINDOW_S, Stalls, Turnstile, let_others_run
 from tests.support.eventually import eventually
 
 BLOCKED_S = 0.2
@@ -26,6 +30,20 @@ def test_longest_stall_is_that_of_the_last_minute() -> None:
     stalls.add(4.0 + WINDOW_S, 0.0)
     (metric,) = stalls.collect()
     assert metric.samples[0].value == 0.0
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_task_whose_timer_is_due_runs_between_two_blocks(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def body() -> None:
+        sleeping = asyncio.create_task(asyncio.sleep(0.001), name="sleeping")
+        await asyncio.sleep(0)
+        block(0.01)
+        assert not sleeping.done()
+        await let_others_run()
+        assert sleeping.done()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(body())
 
 
 async def test_blocked_event_loop_is_measured() -> None:
