@@ -23,9 +23,9 @@ END_LIMIT_S = 5.0
 async def run(session: Session, row: dict[str, Any], command: Sequence[str]) -> float:
     """Run a program for one session, and return the number in the last line of its standard output.
 
-    It finds the session in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, as OpenAI's library does, and reads the data row as
-    one line of JSON from its standard input. What it writes to standard error goes to the agent's log. Processes that
-    it has started end with it.
+    It finds the session in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, as OpenAI's library does, or in `ANTHROPIC_BASE_URL`
+    and `ANTHROPIC_AUTH_TOKEN`, and reads the data row as one line of JSON from its standard input. What it writes to
+    standard error goes to the agent's log. Processes that it has started end with it.
 
     Args:
         session: the session.
@@ -41,6 +41,8 @@ async def run(session: Session, row: dict[str, Any], command: Sequence[str]) -> 
         **os.environ,
         "OPENAI_BASE_URL": session.base_url,
         "OPENAI_API_KEY": session.key,
+        "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"),
+        "ANTHROPIC_AUTH_TOKEN": session.key,
         "SESSION_SAMPLE": session.sample,
     }
     starting = asyncio.ensure_future(

@@ -539,8 +539,7 @@ class Manager:
         fleet = self.world.fleet
         if not caught_up:
             fleet.restart_command_checks()
-        mismatched = fleet.mismatched()
-        if not mismatched:
+        if not (mismatched := fleet.mismatched()):
             return []
         cursors = {names.worker_commands(worker.id): worker.command_check.last_command for worker in mismatched}
         unread = {entry.stream for entry in await self._bus.read(cursors, count=1)}
@@ -579,8 +578,7 @@ class Manager:
     def _forget_ended(self, now: Now) -> list[Effect]:
         effects = forget_ended(self.world.jobs, now.wall)
         audited = {job.id for job in self.world.jobs.values() if job.is_audited}
-        for job_id in self._audit_texts.keys() - audited:
-            del self._audit_texts[job_id]
+        self._audit_texts = {job_id: text for job_id, text in self._audit_texts.items() if job_id in audited}
         return effects
 
     def _follow_jobs(self) -> None:

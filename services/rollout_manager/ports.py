@@ -115,7 +115,9 @@ class TemplateOptions(NamedTuple):
     tools: Sequence[dict[str, Any]] = ()
     """JSON schemas of tools."""
     kwargs: Mapping[str, Any] = {}
-    """Further arguments of the template."""
+    """Further arguments of the template, which rejects those that it does not read."""
+    hints: Mapping[str, Any] = {}
+    """Arguments for a template that reads them; `kwargs` have precedence."""
 
 
 NO_OPTIONS = TemplateOptions()

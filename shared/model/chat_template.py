@@ -221,6 +221,10 @@ class ChatTemplate:
                 raise ConfigError(f"the chat template has no argument {name!r}: remove it from chat_template_kwargs")
         return kwargs
 
+    def arguments_among(self, hints: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of some arguments that the template reads."""
+        return {name: value for name, value in hints.items() if name in self._names}
+
     @cached_property
     def _names(self) -> AbstractSet[str]:
         """The names that the template reads from its arguments; all words if jinja2 does not know one of its tags."""

@@ -92,7 +92,7 @@ def test_errors_have_the_format_of_this_api(client: httpx.Client) -> None:
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "t4"}]}
     wrong: list[tuple[dict[str, Any], int, str, str]] = [
         ({"model": "none"}, 404, "not_found_error", "there is no job 'none'"),
-        ({"thinking": {"type": "adaptive"}}, 400, "invalid_request_error", "thinking: not supported"),
+        ({"thinking": {"type": "enabled"}}, 400, "invalid_request_error", "thinking: not supported"),
         ({"max_tokens": 1 << 20}, 400, "invalid_request_error", "maximum context length"),
     ]
     for more, status, kind, text in wrong:

@@ -82,7 +82,8 @@ class JinjaChatTemplate:
             cleaned = clean_messages(messages)
             if not self._knows_developer:
                 cleaned = [{**one, "role": "system"} if one["role"] == "developer" else one for one in cleaned]
-            return self._template.render(cleaned, tools=options.tools, kwargs=options.kwargs).text
+            kwargs = {**self._template.arguments_among(options.hints), **options.kwargs}
+            return self._template.render(cleaned, tools=options.tools, kwargs=kwargs).text
         except ConfigError as error:
             raise TokenizationError(f"the chat template rejects the messages: {error}") from error
 
@@ -315,13 +316,13 @@ class TextProcesses:
     async def render(
         self, model: str, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
     ) -> str:
-        request = {"model": model, "messages": messages, "tools": options.tools, "kwargs": options.kwargs}
+        request = {"model": model, "messages": messages, **options._asdict()}
         return str(await self._call(request, "the chat template"))
 
     async def encode_chat(
         self, model: str, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
     ) -> bytes:
-        request = {"model": model, "messages": messages, "tools": options.tools, "kwargs": options.kwargs}
+        request = {"model": model, "messages": messages, **options._asdict()}
         tokens: bytes = await self._call({**request, "encodes": True}, "the conversation")
         return tokens
 
@@ -528,7 +529,7 @@ def process_request(files: ModelFiles, request: Mapping[str, Any]) -> list[bytes
     if "messages" in request:
         if files.chat_template is None:
             raise TokenizationError(f"model {files.name} has no chat template")
-        options = TemplateOptions(request.get("tools", ()), request.get("kwargs", {}))
+        options = TemplateOptions(**{name: request[name] for name in TemplateOptions._fields if name in request})
         text = files.chat_template.render(request["messages"], options)
         if len(text) > MAX_TEXT_CHARACTERS:
             raise TokenizationError(f"the chat template renders {len(text)} characters: shorten the messages")

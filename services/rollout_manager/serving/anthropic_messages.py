@@ -17,16 +17,20 @@ from rlboost.shared.http.problem import Problem
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k")
 """Fields that chat completions have, too."""
 _DEFAULTS: Mapping[str, tuple[Any, ...]] = {
-    "context_management": ({},),
     "mcp_servers": ([],),
     "speed": ("standard",),
-    "thinking": ({"type": "disabled"},),
+    "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
 }
 """Unsupported field -> its values that are accepted."""
 _IGNORED = frozenset({"cache_control", "metadata", "service_tier", "user_profile_id"})
 _UNTHREADED = "Thread unsupported request"
 """Title of the error after which tool runners of Anthropic's library send all messages themselves."""
-CHAT_NAMES = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice", "response_format": "output_config"}
+CHAT_NAMES = {
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice",
+    "response_format": "output_config",
+    "reasoning_effort": "output_config",
+}
 """Field of a chat -> its name here."""
 
 _TOOL_DEFAULTS: Mapping[str, tuple[Any, ...]] = {"allowed_callers": (["direct"],), "defer_loading": (False,)}
@@ -53,7 +57,7 @@ def chat_of_messages(raw: Mapping[str, Any]) -> dict[str, Any]:
     if "tools" in given:
         tools = _list(given.pop("tools"), "tools", "tools")
         body["tools"] = [_tool(tool, f"tools: entry {i}") for i, tool in enumerate(tools)]
-    for name, read in (("tool_choice", _tool_choice), ("output_config", _output)):
+    for name, read in (("tool_choice", _tool_choice), ("output_config", _output), ("context_management", _edits)):
         if name in given:
             body |= read(given.pop(name))
     messages = _all_messages(given.pop("system", None), given.pop("messages", None))
@@ -77,7 +81,7 @@ def _all_messages(system: Any, given: Any) -> list[dict[str, Any]]:
     messages = [] if system is None else [{"role": "system", "content": _text(system, "system", "system")}]
     for i, message in enumerate(_list(given, "messages", "messages")):
         messages += _messages(message, f"messages: entry {i}")
-    if not messages or messages[-1]["role"] in ("system", "assistant"):
+    if not messages or messages[-1]["role"] == "assistant":
         detail = "messages: the last one should be the user's: an answer that was begun is not continued"
         raise _invalid("messages", detail)
     return messages
@@ -218,15 +222,29 @@ def _tool_choice(given: Any) -> dict[str, Any]:
 
 
 def _output(given: Any) -> dict[str, Any]:
-    """Return the form of the answer as chats have it."""
-    config = _object(given, "output_config", "output_config", "an object with format")
-    _known(config, "output_config", "output_config", {"format"})
+    """Return the effort and the form of the answer as chats have them."""
+    config = _object(given, "output_config", "output_config", "an object with effort and format")
+    _known(config, "output_config", "output_config", {"effort", "format"})
+    effort = {"reasoning_effort": config["effort"]} if "effort" in config else {}
     if "format" not in config:
-        return {}
+        return effort
     form = _object(config["format"], "output_config: format", "output_config", "an object with type and schema")
     if form.get("type") != "json_schema":
         raise _invalid("output_config", f"output_config: format is {reprlib.repr(form)}: only 'json_schema' is known")
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}}
+    schema = {"name": "answer", "schema": form.get("schema")}
+    return {**effort, "response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _edits(given: Any) -> dict[str, Any]:
+    """Return nothing: of the edits of a context only those of thoughts are accepted, which no message here has."""
+    config = _object(given, "context_management", "context_management", "an object with edits")
+    _known(config, "context_management", "context_management", {"edits"})
+    for i, edit in enumerate(_list(config.get("edits", []), "context_management: edits", "edits")):
+        kind = edit.get("type") if isinstance(edit, dict) else edit
+        if not str(kind).startswith("clear_thinking_"):
+            detail = f"context_management: edits: entry {i} is {reprlib.repr(kind)}: messages are not edited: remove it"
+            raise _invalid("context_management", detail)
+    return {}
 
 
 def _list(given: Any, place: str, what: str, param: str = "") -> list[Any]:

@@ -19,15 +19,19 @@ _SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls")
 _DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "include": ([], ["reasoning.encrypted_content"]),  # of reasoning items, which no answer here has
-    "reasoning": ({},),
     "store": (False,),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 """Unsupported field -> its values that are accepted."""
-_IGNORED = (IGNORED - {"store"}) | {"stream_options"}
+_IGNORED = (IGNORED - {"store"}) | {"client_metadata", "stream_options"}
 _TEXT_PARTS = ("input_text", "output_text", "text")
-CHAT_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+CHAT_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+}
 """Field of a chat -> its name here."""
 
 
@@ -44,23 +48,27 @@ def chat_of_response(raw: Mapping[str, Any]) -> dict[str, Any]:
         body["stream_options"] = {"include_usage": True}
     if "max_output_tokens" in given:
         body["max_tokens"] = given.pop("max_output_tokens")
-    if "tools" in given:
-        body["tools"] = _tools(given.pop("tools"))
-    if "tool_choice" in given:
-        body["tool_choice"] = _tool_choice(given.pop("tool_choice"))
-    if "text" in given:
-        body |= _format(given.pop("text"))
+    for name, translated in (("tools", _tools), ("tool_choice", _tool_choice)):
+        if name in given:
+            body[name] = translated(given.pop(name))
+    for name, read in (("text", _format), ("reasoning", _reasoning)):
+        if name in given:
+            body |= read(given.pop(name))
     messages = _messages(given.pop("input", []))
     if (instructions := given.pop("instructions", None)) is not None:
         messages.insert(0, {"role": "system", "content": _text(instructions, "instructions", "instructions")})
     if not messages:
         raise _invalid("input", "input: give text or a list of items that is not empty")
+    _check_defaults(given)
+    return {**body, "messages": messages}
+
+
+def _check_defaults(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         accepted = _DEFAULTS.get(name, ())
         if value not in accepted:
             only = f", except for {' or '.join(map(json.dumps, accepted))}" if accepted else ""
             raise _invalid(name, f"{name}: not supported{only}: {_ADVICE.get(name, 'remove it')}")
-    return {**body, "messages": messages}
 
 
 _ADVICE = {
@@ -146,6 +154,14 @@ def _format(given: Any) -> dict[str, Any]:
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
     return {} if form == {"type": "text"} else {"response_format": form}
+
+
+def _reasoning(given: Any) -> dict[str, Any]:
+    """Return the effort as chats have it. How to summarize the reasoning changes nothing: no answer has a summary."""
+    config = {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else None
+    if config is None or config.keys() - {"effort", "summary", "generate_summary"}:
+        raise _invalid("reasoning", f"reasoning is {reprlib.repr(given)}: only its effort and summary are known")
+    return {"reasoning_effort": config["effort"]} if "effort" in config else {}
 
 
 def _invalid(param: str, detail: str) -> Problem:

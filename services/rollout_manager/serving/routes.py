@@ -422,7 +422,8 @@ async def _template_input(body: ChatBody, job: Job) -> tuple[list[Message], Temp
             await let_others_run()
         messages.append(message.for_template())
     of_job = {} if isinstance(job.spec, UntrainedJob) else job.spec.data.chat_template_kwargs
-    return messages, TemplateOptions(body.tools, {**of_job, **body.chat_template_kwargs})
+    hints = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    return messages, TemplateOptions(body.tools, {**of_job, **body.chat_template_kwargs}, hints)
 
 
 async def _call_style(model: ServedModel, body: ChatBody) -> CallStyle | None:

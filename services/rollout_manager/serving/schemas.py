@@ -380,6 +380,8 @@ class ChatBody(_CompletionBase):
     parallel_tool_calls: bool = True
     """Whether an answer may have more than one tool call."""
     chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_template_kwargs)] = {}
+    reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
+    """For a chat template that reads it, as in vLLM; agents send it to each model."""
 
     @property
     def has_logprobs(self) -> bool:

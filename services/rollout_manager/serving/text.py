@@ -371,7 +371,7 @@ class Conversations:
 
 async def digests(messages: Sequence[Message], options: TemplateOptions) -> list[str]:
     """Return a digest of the options and the first n messages, for each n from 0 to all."""
-    found = [_hashed(json.dumps([list(options.tools), dict(options.kwargs)], sort_keys=True).encode())]
+    found = [_hashed(json.dumps([list(options.tools), {**options.hints, **options.kwargs}], sort_keys=True).encode())]
     for n_hashed, message in enumerate(messages, 1):
         found.append(await digest_with(found[-1], message))
         if n_hashed % MESSAGES_AT_ONCE == 0:

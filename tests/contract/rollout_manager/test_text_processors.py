@@ -126,6 +126,10 @@ async def test_tools_are_rendered_and_the_style_of_calls_is_that_of_the_template
     rendered = await text.render(model, user, TemplateOptions([tool_model.ADD], {"enable_thinking": False}))
     assert '"name": "add"' in rendered
     assert rendered.endswith("<think></think>")
+    hints = {"enable_thinking": False, "reasoning_effort": "low"}
+    assert await text.render(model, user, TemplateOptions([tool_model.ADD], hints=hints)) == rendered
+    with pytest.raises(TokenizationError, match="has no argument 'reasoning_effort'"):
+        await text.render(model, user, TemplateOptions([tool_model.ADD], hints))
     style = await text.call_style(model)
     assert (style.format, style.problem) == ("hermes", "")
     assert "does not show tools" in (await text.call_style(folder)).problem

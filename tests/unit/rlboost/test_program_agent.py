@@ -153,14 +153,16 @@ async def test_program_gets_session_and_row_and_prints_its_reward(tmp_path: Path
     seen = tmp_path / "seen"
     command = script(
         tmp_path,
-        f'echo "$OPENAI_BASE_URL $OPENAI_API_KEY $SESSION_SAMPLE $1" > {seen}',
+        f'echo "$OPENAI_BASE_URL $OPENAI_API_KEY" > {seen}',
+        f'echo "$ANTHROPIC_BASE_URL $ANTHROPIC_AUTH_TOKEN $SESSION_SAMPLE $1" >> {seen}',
         f"cat >> {seen}",
         "echo so",
         "echo 0.5",
     )
     assert await run(SESSION, {"prompt": "é"}, [*command, "x"]) == 0.5
-    head, row = seen.read_text().splitlines()
-    assert (head, json.loads(row)) == ("http://manager/v1 sk-1 1/2/3/4 x", {"prompt": "é"})
+    of_openai, of_anthropic, row = seen.read_text().splitlines()
+    assert (of_openai, of_anthropic) == ("http://manager/v1 sk-1", "http://manager sk-1 1/2/3/4 x")
+    assert json.loads(row) == {"prompt": "é"}
 
 
 async def test_program_need_not_read_its_row(tmp_path: Path) -> None:

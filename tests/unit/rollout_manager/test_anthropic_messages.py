@@ -117,6 +117,8 @@ def test_field_that_changes_no_answer_is_accepted() -> None:
     for more in (
         {"metadata": {"user_id": "a"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}},
         {"thinking": {"type": "disabled"}, "mcp_servers": [], "output_config": {}},
+        {"thinking": {"type": "adaptive"}, "context_management": {}},
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
         {"container": None, "system": None},
     ):
         assert chat_of_messages(ASKED | more) == chat_of_messages(ASKED)
@@ -220,6 +222,27 @@ def test_form_of_the_answer_is_that_of_a_chat() -> None:
     assert parse_chat(chat_of_messages(ASKED | more | {"tool_choice": {"type": "any"}})).must_call
 
 
+def test_request_of_a_coding_agent_is_a_chat() -> None:
+    """Of the form in which Claude Code 2.1 sends its first one: a message of the system is the last."""
+    told = {"role": "system", "content": "Available agent types: none."}
+    body = chat_of_messages(
+        {
+            "model": "j",
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "Fix it."}]}, told],
+            "system": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}],
+            "tools": [TOOL],
+            "metadata": {"user_id": "u"},
+            "max_tokens": 32000,
+            "thinking": {"type": "adaptive"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "output_config": {"effort": "high"},
+            "stream": True,
+        }
+    )
+    assert body["messages"] == [{"role": "system", "content": "ab"}, {"role": "user", "content": "Fix it."}, told]
+    assert parse_chat(body).reasoning_effort == "high"
+
+
 def block(**content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [content]}]}
 
@@ -232,7 +255,10 @@ def block(**content: Any) -> dict[str, Any]:
         ({"temperature": 9}, "temperature: "),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: not supported"),
         ({"top_k": -5}, "top_k: "),
-        ({"output_config": {"effort": "low"}}, "output_config: the key 'effort' is not supported"),
+        ({"output_config": {"effort": 1}}, "output_config: "),
+        ({"output_config": {"wrong": 1}}, "output_config: the key 'wrong' is not supported"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "entry 0 is 'clear_tool_uses"),
+        ({"context_management": {"edits": "all"}}, "context_management: edits: 'all' is no list"),
         ({"output_config": {"format": {"type": "json"}}}, "output_config: format is"),
         (json_output({"type": "tuple"}), "output_config: schema: type is 'tuple'"),
         ({"mcp_servers": [{"url": "u"}]}, "mcp_servers: not supported"),

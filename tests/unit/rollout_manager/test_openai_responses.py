@@ -145,7 +145,8 @@ async def test_agent_loop_continues_with_its_session(site: Site) -> None:
         ({"background": True}, "background: not supported", "background"),
         ({"text": {"verbosity": "low"}}, "only its format is supported", "text"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": 1}}}, "should be a JSON schema", "text"),
-        ({"reasoning": {"effort": "low"}}, "reasoning: not supported", "reasoning"),
+        ({"reasoning": {"effort": 1}}, "reasoning", "reasoning"),
+        ({"reasoning": {"budget": 1}}, "only its effort and summary are known", "reasoning"),
         ({"tools": [{"type": "web_search"}]}, "entry 0 has the type 'web_search'", "tools"),
         ({"tool_choice": "required"}, "tools has no function that it allows", "tool_choice"),
         ({"tool_choice": "some"}, "should be 'none', 'auto', 'required'", "tool_choice"),
@@ -173,6 +174,7 @@ def test_field_that_changes_no_answer_is_accepted() -> None:
         {"metadata": {"a": "b"}, "prompt_cache_key": "k", "stream_options": {"include_obfuscation": False}},
         {"store": False, "truncation": "disabled", "text": {"format": {"type": "text"}}, "reasoning": {}},
         {"previous_response_id": None, "top_logprobs": 0, "background": False},
+        {"reasoning": {"effort": None, "summary": "auto"}, "client_metadata": {"session_id": "a"}},
     ):
         assert chat_of_response({**asked, **more}) == chat_of_response(asked)
 

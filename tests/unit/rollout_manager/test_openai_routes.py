@@ -166,7 +166,7 @@ async def test_list_of_models_waits_for_their_files_with_a_limit(site: Site, mon
 
 CHATS_ONLY = {
     *("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
-    *("response_format", "structured_outputs", "top_logprobs"),
+    *("reasoning_effort", "response_format", "structured_outputs", "top_logprobs"),
 }
 
 
