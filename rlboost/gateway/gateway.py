@@ -170,7 +170,9 @@ class Gateway:
             try:
                 weights = await asyncio.to_thread(weights_of_folders, folder, self.model)
             except (OSError, ValueError) as error:
-                raise Refused(400, f"lora_path: the adapter in {folder!r} cannot be read: {error}") from error
+                # With vLLM's status prime-rl tries again, as a shared folder may show files late.
+                status = 404 if isinstance(error, FileNotFoundError) else 400
+                raise Refused(status, f"lora_path: the adapter in {folder!r} cannot be read: {error}") from error
             version = await self.fleet.publish(weights, if_changed=True)
             await self._follow(before, version, name)
             self._adapters.add(name)
@@ -294,7 +296,7 @@ class Gateway:
             if isinstance(part, dict) and "model" in part:
                 part["model"] = self.model
         for choice in answer.get("choices", ()):
-            for span in choice.get("weight_versions") or ():
+            for span in (*(choice.get("weight_versions") or ()), *choice.get("prompt_weight_versions", ())):
                 span["version"] = self.label_of(span["version"])
         return answer
 

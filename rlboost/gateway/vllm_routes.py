@@ -30,6 +30,16 @@ _OWN_WORKERS = (
     "weights to a folder that this machine reads, and send its path to /update_weights, as "
     '{"update_info": {"path": "/folder"}}'
 )
+_OF_TEXT = frozenset(
+    {
+        "detokenize",
+        "include_stop_str_in_output",
+        "output_kind",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+    }
+)
+"""Sampling parameters that change no token, where only tokens are returned."""
 
 
 # --- bodies ---
@@ -319,7 +329,7 @@ async def _generated(gateway: Gateway, asked: Generation) -> dict[str, Any]:
         raise Refused(400, "stream: not supported by /inference/v1/generate: use /v1/completions")
     if not 0 <= asked.sampling_params.logprobs <= 1:
         raise Refused(400, "logprobs: only those of the sampled tokens are returned here: use /v1/completions")
-    given = asked.sampling_params.model_dump(exclude={"detokenize", "output_kind", "logprobs"}, exclude_none=True)
+    given = asked.sampling_params.model_dump(exclude={*_OF_TEXT, "logprobs"}, exclude_none=True)
     # 0 has those of the sampled tokens, and no others.
     own = {"model": asked.model, "prompt": asked.token_ids, "return_token_ids": True, "logprobs": 0}
     status, answer = await gateway.complete("/v1/completions", gateway.for_manager({**given, **own}))
@@ -329,6 +339,8 @@ async def _generated(gateway: Gateway, asked: Generation) -> dict[str, Any]:
     return {
         "request_id": asked.request_id or made["id"],
         "choices": [_choice(choice) for choice in made["choices"]],
+        # Those of the one prompt.
+        **{name: value for name, value in made["choices"][0].items() if name.startswith("prompt_")},
     }
 
 

@@ -76,6 +76,55 @@ def matches(served: Served, seed: int) -> bool:
     return is_of_policy
 
 
+@pytest.mark.parametrize("n_top", [0, 1, 3])
+def test_tokens_of_prompts_have_the_logprobs_of_the_weights_that_were_sent(
+    served: Served, tmp_path: Path, n_top: int
+) -> None:
+    """As clients of vLLM score a completion of another model; prime-rl's asks for one of the most likely tokens."""
+    served.update(folder_of(tmp_path, 20))
+    until(lambda: samples_are_of(served, model(20)))
+    prompts = [[5, 7, 9, 11, 2, 30], [8], [6, 5]]
+    body = {"prompt": prompts, "max_tokens": 1, "n": 2, "prompt_logprobs": n_top}
+    choices = served.http.post("/v1/completions", json=body).json()["choices"]
+    sampling = {"max_tokens": 1, "temperature": 0.5, "prompt_logprobs": n_top, "top_p": 0.9, "output_kind": 2}
+    one = served.http.post("/inference/v1/generate", json={"token_ids": prompts[0], "sampling_params": sampling}).json()
+    assert len(choices) == 2 * len(prompts)
+    for choice, (first, *given) in zip(
+        [*choices, one], [p for p in [*prompts, prompts[0]] for _ in range(2)], strict=False
+    ):
+        head, *places = choice["prompt_logprobs"]
+        assert head is None
+        assert [next(iter(place)) for place in places] == [str(token) for token in given]
+        found = [next(iter(place.values()))["logprob"] for place in places]
+        assert found == pytest.approx(tiny_models.logprobs(model(20), [first], given), abs=1e-4)
+        for place, token in zip(places, given, strict=True):
+            ranks = {name: value["rank"] for name, value in place.items()}
+            assert sorted(rank for rank in ranks.values() if rank) == [*range(1, n_top + 1)]
+            values = [value["logprob"] for value in place.values() if value["rank"]]
+            assert values == sorted(values, reverse=True) or ranks[str(token)]
+        spans = choice["prompt_weight_versions"]
+        newest = served.http.get("/weight_info").json()["weight_version"]
+        assert spans == ([{"version": newest, "start": 1, "end": 1 + len(given)}] if given else [])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"stop_token_ids": [2], "logprobs": 1, "skip_special_tokens": False, "top_k": -1, "min_p": 0.0},
+        {"min_tokens": 1, "skip_special_tokens": True, "include_stop_str_in_output": True, "logprobs": 1, "stop": None},
+        {"n": 1, "logprobs": 0, "output_kind": 2, "prompt_logprobs": None},
+    ],
+    ids=["prime-rl", "SkyRL", "SkyRL's Tinker server"],
+)
+def test_sampling_parameters_of_trainers_are_answered(served: Served, sampling: dict[str, Any]) -> None:
+    sampling = {"max_tokens": 6, "temperature": 1.0, "top_p": 1.0, **sampling}
+    answer = served.generate(6, sampling_params=sampling, model=str(served.system.model), priority=0)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) > 0
+    assert "prompt_logprobs" not in answer.json()
+
+
 def test_update_is_answered_when_a_worker_serves_it(served: Served, tmp_path: Path) -> None:
     made = served.update(folder_of(tmp_path, 3))
     workers = served.system.http.get("/v1/workers").json()
@@ -140,7 +189,13 @@ def test_answers_have_the_gateways_name_of_the_model(served: Served, path: str) 
 
 def test_requests_survive_the_death_of_manager_and_worker(served: Served) -> None:
     with ThreadPoolExecutor(16) as pool:
-        made = [pool.submit(served.generate, 2000, request_id=f"r{i}") for i in range(16)]
+        scoring = {"max_tokens": 2000, "prompt_logprobs": 0}
+        made = [
+            pool.submit(
+                served.generate, 2000, request_id=f"r{i}", **({"sampling_params": scoring} if i % 4 == 0 else {})
+            )
+            for i in range(16)
+        ]
         served.system.kill_the_worker_that_runs()
         served.system.manager.kill()
         served.system.manager.start()
@@ -148,6 +203,8 @@ def test_requests_survive_the_death_of_manager_and_worker(served: Served) -> Non
         for i, one in enumerate(made):
             assert one.result().status_code == 200
             assert one.result().json()["request_id"] == f"r{i}"
+            if i % 4 == 0:
+                assert len(one.result().json()["prompt_logprobs"]) == len(PROMPT)
 
 
 def test_pause_holds_new_requests_and_wait_ends_those_in_flight(served: Served) -> None:
@@ -184,11 +241,20 @@ def test_pause_holds_new_requests_and_wait_ends_those_in_flight(served: Served) 
         ("/update_weights", {"update_info": "x"}, 422, "update_info: "),
         ("/init_weight_transfer_engine", {"init_info": "x"}, 422, "init_info: "),
         ("/pause?mode=abrot", {}, 400, "mode: 'abrot' is unknown"),
-        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}, 400, "lora_path: the adapter in '/a'"),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}, 404, "lora_path: the adapter in '/a'"),
         ("/v1/load_lora_adapter", {"lora_name": "a"}, 422, "lora_path: missing"),
         ("/v1/load_lora_adapter", {"lora_path": "/a"}, 422, "lora_name: missing"),
         ("/v1/completions", {"model": "other", "prompt": PROMPT}, 404, "'other' does not exist"),
-        ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": -1}, 400, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 0, "stream": True}, 400, "prompt_logprobs: they are"),
+        ("/v1/completions", {"prompt": [[5, 6]] * 600, "prompt_logprobs": 0}, 400, "600 completions and 600 prompts"),
+        ("/v1/completions", {"prompt": [1 << 20, 5], "prompt_logprobs": 0}, 400, "outside the model's"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "t5"}], "prompt_logprobs": 0},
+            400,
+            "prompt_logprobs: not supported",
+        ),
         ("/inference/v1/generate", {}, 422, "token_ids: missing"),
         ("/inference/v1/generate", {"token_ids": "x"}, 422, "token_ids: "),
         ("/inference/v1/generate", {"token_ids": PROMPT, "max_tokens": 5}, 422, "max_tokens: unknown key"),
@@ -227,9 +293,9 @@ def test_without_a_key_only_names_of_this_machine_are_served(served: Served) -> 
 
 
 def test_folder_that_cannot_be_read_is_refused(served: Served, tmp_path: Path) -> None:
-    def refused(path: str, field: str, text: str) -> None:
+    def refused(path: str, field: str, text: str, status: int = 400) -> None:
         answer = served.http.post(path, json={field: str(tmp_path), "lora_name": "a"}, timeout=30.0)
-        assert (answer.status_code, text in answer.text) == (400, True), answer.text
+        assert (answer.status_code, text in answer.text) == (status, True), answer.text
 
     adapter = ("/v1/load_lora_adapter", "lora_path")
     for name in ("model.safetensors", "adapter_model.safetensors"):
@@ -241,7 +307,7 @@ def test_folder_that_cannot_be_read_is_refused(served: Served, tmp_path: Path) -
         (tmp_path / name).unlink()
         os.mkfifo(tmp_path / name)  # whoever opens it waits for a writer
     refused("/update_weights", "weight_dir", "safetensors is no file")
-    refused(*adapter, "it has no file adapter_model.safetensors")
+    refused(*adapter, "it has no file adapter_model.safetensors", 404)
 
 
 def test_transport_of_vllms_trainer_side_publishes_each_version(served: Served, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rlboost.services.rollout_worker.adapters.tokenizer import tokenizer_for_gra
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
 from rlboost.services.rollout_worker.ports import Engine  # noqa: E402
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP, SAMPLING_OPTIONS  # noqa: E402
-from rlboost.shared.wire import TOP  # noqa: E402
+from rlboost.shared.wire import I32, TOP, pack  # noqa: E402
 from tests.support import tiny_models, vllm_engines  # noqa: E402
 from tests.support.engines import Collector, request, run  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402
@@ -99,11 +99,19 @@ async def test_both_engines_support_all_options_but_those_of_torch(engine: Engin
 
 async def test_top_logprobs_are_those_of_a_plain_forward_pass(engine: Engine) -> None:
     asked = [request(i, max_tokens=20, top_logprobs=n) for i, n in enumerate((4, 0, 1, 20))]
+    given = pack(range(3, 23), I32)
+    asked += [request(4 + i, max_tokens=20, top_logprobs=n, forced=given) for i, n in enumerate((0, 1, 20))]
+    asked += [request(7, max_tokens=20, top_logprobs=2, forced=given, tokens=range(3, 10))]
     for one, made in zip(asked, await run(engine, asked), strict=True):
         n = one.sampling.top_logprobs
         top = np.frombuffer(made.top_logprobs, TOP).reshape(-1, n) if n else np.zeros((0, 0), TOP)
-        assert len(made.top_logprobs) == 20 * n * TOP.itemsize
-        expected = distribution(one.prompt, made.tokens).topk(n or 1, -1)
+        tokens = one.tokens + made.tokens
+        assert tokens == [*range(3, 23)] or not one.sampling.forced
+        whole = distribution(one.prompt, tokens)[len(one.tokens) :]
+        assert len(made.top_logprobs) == len(whole) * n * TOP.itemsize
+        own = whole.gather(1, torch.tensor(made.tokens)[:, None])[:, 0]
+        assert made.logprobs == pytest.approx(own.tolist(), abs=1e-4)
+        expected = whole.topk(n or 1, -1)
         if n:
             assert top["token"].tolist() == expected.indices.tolist()
             assert top["logprob"] == pytest.approx(expected.values.numpy(), abs=1e-4)

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgpack
+import pydantic_core
 from fastapi import Depends, Query, Request, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -535,7 +536,7 @@ def _as_json(answer: dict[str, Any]) -> bytes:
     for sample in answer["samples"]:
         if "tokens" in sample:
             sample |= {"tokens": ints(sample["tokens"]), "logprobs": floats(sample["logprobs"])}
-    return json.dumps(answer).encode()
+    return pydantic_core.to_json(answer)  # a sixth of the time that `json` takes for floats
 
 
 @ROUTES("POST", "/jobs/{job_id}/steps", "trainer", "external", status_code=202, responses=_ERRORS)

@@ -209,6 +209,31 @@ def _weight_versions(spans: Sequence[tuple[str, int, int]], n_tokens: int) -> li
     return found
 
 
+def prompt_logprobs(model: ServedModel, chunks: Sequence[CompletionChunk]) -> dict[str, Any]:
+    """Return vLLM's `prompt_logprobs` of a choice: for each token but the first its own, and the most likely ones'.
+
+    The rank of a token is null unless it is among the most likely ones. Alongside, the versions of the tokens' weights.
+    """
+    found: list[dict[str, Any] | None] = [None]
+    for chunk in chunks:
+        for i, (token, logprob) in enumerate(zip(chunk.tokens, chunk.logprobs, strict=True)):
+            top = chunk.top_logprobs[i] if chunk.top_logprobs else []
+            ranks = {token: rank for rank, (token, _) in enumerate(top, 1)}
+            found.append(
+                {
+                    str(one): {
+                        "logprob": max(value, MIN_LOGPROB),
+                        "rank": ranks.get(one),
+                        "decoded_token": model.token_text(one) if model.has_tokenizer else None,
+                    }
+                    for one, value in ((token, logprob), *top)
+                }
+            )
+    spans = _weight_versions(chunks[-1].spans if chunks else (), len(found) - 1)
+    shifted = [{**span, "start": span["start"] + 1, "end": span["end"] + 1} for span in spans]
+    return {"prompt_logprobs": found, "prompt_weight_versions": shifted}
+
+
 def _completion_logprobs(delta: Delta) -> dict[str, Any]:
     """Return parallel lists; the sampled token is among the most likely ones at each place, and alone for 0."""
     places = zip(delta.token_texts, delta.logprobs, delta.top_logprobs, strict=True)

@@ -21,7 +21,7 @@ import structlog
 
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.loop import Manager
-from rlboost.services.rollout_manager.serving.answers import Choice, Delta, ResponseFormatter
+from rlboost.services.rollout_manager.serving.answers import Choice, Delta, ResponseFormatter, prompt_logprobs
 from rlboost.services.rollout_manager.serving.schemas import (
     ChatBody,
     CompletionBody,
@@ -92,6 +92,8 @@ class Completion:
     """One for each prompt."""
     _choices: list[Choice] = field(default_factory=list)
     """The choices of the first prompt, then those of the next."""
+    _scores: dict[int, list[CompletionChunk]] = field(default_factory=dict)
+    """Prompt that is scored -> its chunks, as of a completion. Its waiter follows those of the completions."""
     _deltas: list[Delta] = field(default_factory=list)
     """All deltas so far of a conversation's turn."""
 
@@ -111,7 +113,7 @@ class Completion:
             groups = [self.session.request]
             self._waiters = await self._open_turn(self.session)
         else:
-            groups = [self._group(i) for i in range(len(self.prompts))]
+            groups = [*map(self._group, range(len(self.prompts))), *self._scoring()]
             self._waiters = await self._register(groups)
         of_choice = [prompt for prompt in self.prompts for _ in range(self.body.n)]
         self._choices = [
@@ -136,7 +138,12 @@ class Completion:
                         collected[delta.index] = earlier.merged(delta) if earlier else delta
         except (CompletionUnavailable, CompletionFailed) as error:
             raise _problem_of(error) from error
-        return self._response.response([collected[i] for i in sorted(collected)], self._n_tokens)
+        response = self._response.response([collected[i] for i in sorted(collected)], self._n_tokens)
+        if self._prompt_logprobs is not None:
+            for choice in response["choices"]:
+                at = choice["index"] // self.body.n
+                choice.update(prompt_logprobs(self.model, self._scores.get(at, ())))
+        return response
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any] | None]:
         """Yield the chunks of a streamed response; None while there is nothing new.
@@ -214,20 +221,13 @@ class Completion:
             is_chat = isinstance(body, ChatBody) and body.max_completion_tokens
             field_name = "max_completion_tokens" if is_chat else "max_tokens"
             raise openai_problem(400, "Context length exceeded", detail, param=field_name)
-        if (n_samples := len(self.prompts) * body.n) > MAX_SAMPLES_IN_FLIGHT:
-            detail = f"{n_samples} completions in one request: at most {MAX_SAMPLES_IN_FLIGHT} are possible"
-            raise openai_problem(400, "Too many completions", detail, param=param)
+        self._validate_size(param)
         if body.stops and not self.model.has_tokenizer:
             detail = "the manager has no tokenizer of this model, which stop strings need: give stop_token_ids"
             raise openai_problem(400, "Invalid stop", detail, param="stop")
         if files.vocab_size is not None and body.logit_bias and body.logit_bias[-1][0] >= files.vocab_size:
             detail = f"logit_bias: token id {body.logit_bias[-1][0]} is outside the model's 0..{files.vocab_size - 1}"
             raise openai_problem(400, "Invalid value", detail, param="logit_bias")
-        most = max(map(self._max_tokens, self.prompts)) * n_samples * body.n_top_logprobs * TOP.itemsize
-        if most > MAX_SAMPLE_BYTES:
-            field_name = self._field_of("top_logprobs")
-            detail = f"{field_name}: up to {most >> 20} MiB, and {MAX_SAMPLE_BYTES >> 20} MiB is the limit of a request"
-            raise openai_problem(400, "Invalid value", f"{detail}: request fewer, or fewer tokens", param=field_name)
         if body.min_tokens > (shortest := min(map(self._max_tokens, self.prompts))):
             detail = f"min_tokens: {body.min_tokens} are more than the {shortest} tokens that a completion may have"
             raise openai_problem(400, "Invalid value", detail, param="min_tokens")
@@ -238,9 +238,28 @@ class Completion:
             detail = f"{param}: a structured output ends with a stop token: {detail}"
             raise openai_problem(400, "Invalid value", detail, param=param)
 
+    def _validate_size(self, param: str) -> None:
+        """Reject too many samples, and too many log-probabilities, as `_validate` does."""
+        n_samples, n_scored = len(self.prompts) * self.body.n, len(self._scored)
+        if n_samples + n_scored > MAX_SAMPLES_IN_FLIGHT:
+            what = f"{n_samples} completions{f' and {n_scored} prompts to score' if n_scored else ''}"
+            detail = f"{what} in one request: at most {MAX_SAMPLES_IN_FLIGHT} are possible"
+            raise openai_problem(400, "Too many completions", detail, param=param)
+        n_tokens, n_prompt = max(map(self._max_tokens, self.prompts)) * n_samples, sum(map(length, self.prompts))
+        for name, n in (
+            (self._field_of("top_logprobs"), n_tokens * self.body.n_top_logprobs),
+            ("prompt_logprobs", n_prompt * (self._prompt_logprobs or 0)),
+        ):
+            if (most := n * TOP.itemsize) > MAX_SAMPLE_BYTES:
+                limit = f"{MAX_SAMPLE_BYTES >> 20} MiB is the limit of a request"
+                detail = f"{name}: up to {most >> 20} MiB, and {limit}: request fewer, or fewer tokens"
+                raise openai_problem(400, "Invalid value", detail, param=name)
+
     def _field_of(self, option: SamplingOption) -> str:
         """Return the field that asks for an option."""
         if isinstance(self.body, CompletionBody):
+            if option == "forced" or (option == "top_logprobs" and not self.body.logprobs):
+                return "prompt_logprobs"
             return "logprobs" if option == "top_logprobs" else option
         if option != "grammar":
             return option
@@ -264,7 +283,9 @@ class Completion:
 
     def _check_options(self) -> None:
         """Reject what no worker of the job supports: a `Problem` that names the field."""
-        options, workers = self._sampling(self.prompts[0]).options, self.manager.world.fleet.workers.values()
+        requested = [self._sampling(self.prompts[0]), *(group.sampling for group in self._scoring())]
+        options = frozenset[SamplingOption]().union(*(sampling.options for sampling in requested))
+        workers = self.manager.world.fleet.workers.values()
         # One without weights has no engine yet, and may support all of them.
         engines = [
             worker for worker in workers if self.job.id in (worker.job_id, *worker.alongside) and worker.version >= 0
@@ -300,10 +321,31 @@ class Completion:
             grammar=self._grammar,
         )
 
-    def _group(self, index: int) -> GroupRequested:
+    @property
+    def _prompt_logprobs(self) -> int | None:
+        return self.body.prompt_logprobs if isinstance(self.body, CompletionBody) else None
+
+    @property
+    def _scored(self) -> list[int]:
+        """Return the prompts that are scored: a first token has no log-probability."""
+        return [i for i, prompt in enumerate(self.prompts) if self._prompt_logprobs is not None and length(prompt) > 1]
+
+    def _scoring(self) -> list[GroupRequested]:
+        """Return the groups whose samples are the prompts themselves, from the second token on, to score them."""
+        groups = []
+        for i in self._scored:
+            prompt, given = self.prompts[i][: I32.itemsize], self.prompts[i][I32.itemsize :]
+            sampling = Sampling(
+                max_tokens=length(given), whole_logprobs=True, top_logprobs=self._prompt_logprobs or 0, forced=given
+            )
+            changes = {"n": 1, "prompt": prompt, "sampling": sampling}
+            groups.append(self._group(i, "prompt/").model_copy(update=changes))
+        return groups
+
+    def _group(self, index: int, what: str = "") -> GroupRequested:
         """Return the group of one of the prompts."""
         body, job, files, key = self.body, self.job, self.model.files, self.idempotency_key
-        number = secrets.randbelow(MAX_REQUESTS) if key is None else _hashed(f"{index}/{key}") % MAX_REQUESTS
+        number = secrets.randbelow(MAX_REQUESTS) if key is None else _hashed(f"{what}{index}/{key}") % MAX_REQUESTS
         group = request_group(job.no, number)
         seed = number if body.seed is None else body.seed
         return GroupRequested(
@@ -387,8 +429,11 @@ class Completion:
         finally:
             self._unregister(self._waiters)
 
-    async def _delta(self, prompt: int, chunk: CompletionChunk) -> Delta:
+    async def _delta(self, prompt: int, chunk: CompletionChunk) -> Delta | None:
         waiter = self._waiters[prompt]
+        if (n := prompt - len(self.prompts)) >= 0:
+            self._scores.setdefault(self._scored[n], []).append(chunk)
+            return None
         delta = self._choices[prompt * waiter.request.n + chunk.member].add(chunk)
         if self.turn is not None or self.session is not None:
             self._deltas.append(delta)

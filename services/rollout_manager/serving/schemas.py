@@ -319,6 +319,8 @@ class CompletionBody(_CompletionBase):
     max_tokens: Count = 16
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """How many of the most likely tokens at each position are requested, besides the sampled one."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """The same for the positions of the prompt, besides its own tokens."""
 
     @property
     def has_logprobs(self) -> bool:
@@ -429,7 +431,10 @@ def parse_completion(raw: dict[str, Any]) -> CompletionBody:
         Problem: 400, naming the first invalid field.
 
     """
-    return _parse(CompletionBody, raw)
+    body = _parse(CompletionBody, raw)
+    if body.prompt_logprobs is not None and body.stream:
+        raise _conflict("prompt_logprobs", "they are not streamed: leave out stream")
+    return body
 
 
 def parse_chat(raw: dict[str, Any]) -> ChatBody:

@@ -292,24 +292,30 @@ class VllmEngine:
 
     async def _force(self, live: LiveRequest, requests: StreamedRequests) -> None:
         """Score the completion that a request gives, in one prefill."""
-        # The last token is scored as one that would be drawn, so that a sample may end at the model's maximum length.
-        prompt, (*given, last) = live.request.prompt, ints(live.request.sampling.forced)
+        prompt, given = live.request.prompt, ints(live.request.sampling.forced)
+        n_top, tokens = live.request.sampling.top_logprobs, [*prompt, *given]
+        # At the model's maximum length, the last token is scored as one that would be drawn. Nowhere else: in that step
+        # vLLM returns no other request the most likely tokens.
+        drawn = given[-1:] if len(tokens) >= self.llm.model_config.max_model_len else []
+        if drawn and n_top:
+            requests.end(live, error=f"no most likely tokens of {len(tokens)} tokens, the maximum length")
+            return
         params = SamplingParams(
             max_tokens=1,
             ignore_eos=True,
-            prompt_logprobs=0,
-            logprob_token_ids=[last],
+            prompt_logprobs=n_top,
+            logprob_token_ids=drawn or None,
             detokenize=False,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        async for output in self._generate([*prompt, *given], params, live.request.job_id, live.images):
+        tokens = tokens[: len(tokens) - len(drawn)]
+        async for output in self._generate(tokens, params, live.request.job_id, live.images):
             (completion,) = output.outputs
             if completion.finish_reason == "length":
-                scored = output.prompt_logprobs
-                places = scored.start_indices[len(prompt) + len(live.tokens) :]
-                logprobs = [scored.logprobs[place] for place in places] + [completion.logprobs[0][last].logprob]
-                requests.extend(live, [*given, last][len(live.tokens) :], logprobs)
+                logprobs, top = _logprobs(output.prompt_logprobs[len(prompt) + len(live.tokens) :], n_top)
+                logprobs = [*logprobs, *(completion.logprobs[0][token].logprob for token in drawn)]
+                requests.extend(live, given[len(live.tokens) :], logprobs, top)
                 requests.end(live, finish=FINISH_LENGTH)
             elif completion.finish_reason is not None and self._is_decoding:
                 raise RuntimeError(f"vllm ended a request: {completion.finish_reason}")
