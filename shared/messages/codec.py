@@ -162,7 +162,7 @@ def _check_items(data: bytes) -> None:
         n_items += length * n_inner
         left += length * n_inner - 1
         if n_items > MAX_ITEMS:
-            raise ValueError(f"more than {MAX_ITEMS} items in {len(data)} bytes")
+            raise ValueError(f"more than {MAX_ITEMS} items in {len(data)} bytes: send columns, or it in parts")
 
 
 def _heads() -> tuple[tuple[int, int, int], ...]:

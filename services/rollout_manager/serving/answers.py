@@ -209,17 +209,25 @@ def _weight_versions(spans: Sequence[tuple[str, int, int]], n_tokens: int) -> li
     return found
 
 
-def prompt_logprobs(model: ServedModel, chunks: Sequence[CompletionChunk]) -> dict[str, Any]:
-    """Return vLLM's `prompt_logprobs` of a choice: for each token but the first its own, and the most likely ones'.
+class PromptLogprobs:
+    """vLLM's `prompt_logprobs`: for each token of a prompt but the first its own, and the most likely ones'.
 
     The rank of a token is null unless it is among the most likely ones. Alongside, the versions of the tokens' weights.
     """
-    found: list[dict[str, Any] | None] = [None]
-    for chunk in chunks:
+
+    def __init__(self, model: ServedModel) -> None:
+        """Start with the first token, which has none."""
+        self._model = model
+        self._found: list[dict[str, Any] | None] = [None]
+        self._spans: Sequence[tuple[str, int, int]] = ()
+
+    def add(self, chunk: CompletionChunk) -> None:
+        """Take the next tokens."""
+        model, self._spans = self._model, chunk.spans
         for i, (token, logprob) in enumerate(zip(chunk.tokens, chunk.logprobs, strict=True)):
             top = chunk.top_logprobs[i] if chunk.top_logprobs else []
             ranks = {token: rank for rank, (token, _) in enumerate(top, 1)}
-            found.append(
+            self._found.append(
                 {
                     str(one): {
                         "logprob": max(value, MIN_LOGPROB),
@@ -229,9 +237,12 @@ def prompt_logprobs(model: ServedModel, chunks: Sequence[CompletionChunk]) -> di
                     for one, value in ((token, logprob), *top)
                 }
             )
-    spans = _weight_versions(chunks[-1].spans if chunks else (), len(found) - 1)
-    shifted = [{**span, "start": span["start"] + 1, "end": span["end"] + 1} for span in spans]
-    return {"prompt_logprobs": found, "prompt_weight_versions": shifted}
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of each choice of the prompt."""
+        spans = _weight_versions(self._spans, len(self._found) - 1)
+        shifted = [{**span, "start": span["start"] + 1, "end": span["end"] + 1} for span in spans]
+        return {"prompt_logprobs": self._found, "prompt_weight_versions": shifted}
 
 
 def _completion_logprobs(delta: Delta) -> dict[str, Any]:

@@ -78,13 +78,14 @@ def _check_defaults(given: Mapping[str, Any]) -> None:
 
 
 def _all_messages(system: Any, given: Any) -> list[dict[str, Any]]:
-    messages = [] if system is None else [{"role": "system", "content": _text(system, "system", "system")}]
+    first = [] if system is None else [{"role": "system", "content": _text(system, "system", "system")}]
+    messages = list[dict[str, Any]]()
     for i, message in enumerate(_list(given, "messages", "messages")):
         messages += _messages(message, f"messages: entry {i}")
     if not messages or messages[-1]["role"] == "assistant":
         detail = "messages: the last one should be the user's: an answer that was begun is not continued"
         raise _invalid("messages", detail)
-    return messages
+    return [*first, *messages]
 
 
 def _messages(given: Any, place: str) -> Iterator[dict[str, Any]]:

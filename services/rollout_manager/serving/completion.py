@@ -1,7 +1,8 @@
 """Completion requests as groups for the fleet, and their tokens as response bodies.
 
 Consumes: parsed requests, and the chunks of their groups from `CompletionWaiters`.
-Produces: one `GroupRequested` a prompt, response bodies or server-sent events, and saved conversation turns.
+Produces: one `GroupRequested` a prompt, and one more if it is scored, response bodies or server-sent events, and saved
+conversation turns.
 Waits for: the next chunk, in `CompletionWaiters.follow`, which the manager's loop wakes.
 Ends when: all completions of the request have ended, a client disconnects, or no more tokens will come.
 """
@@ -21,7 +22,7 @@ import structlog
 
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.loop import Manager
-from rlboost.services.rollout_manager.serving.answers import Choice, Delta, ResponseFormatter, prompt_logprobs
+from rlboost.services.rollout_manager.serving.answers import Choice, Delta, PromptLogprobs, ResponseFormatter
 from rlboost.services.rollout_manager.serving.schemas import (
     ChatBody,
     CompletionBody,
@@ -89,11 +90,13 @@ class Completion:
     """What the answer must be; empty for any text."""
     _response: ResponseFormatter = field(init=False)
     _waiters: list[Waiter] = field(default_factory=list)
-    """One for each prompt."""
+    """One for each prompt, then one for each of `_scored`."""
     _choices: list[Choice] = field(default_factory=list)
     """The choices of the first prompt, then those of the next."""
-    _scores: dict[int, list[CompletionChunk]] = field(default_factory=dict)
-    """Prompt that is scored -> its chunks, as of a completion. Its waiter follows those of the completions."""
+    _scored: list[int] = field(default_factory=list)
+    """The prompts that are scored: a first token has no log-probability."""
+    _scores: list[PromptLogprobs] = field(default_factory=list)
+    """One for each prompt."""
     _deltas: list[Delta] = field(default_factory=list)
     """All deltas so far of a conversation's turn."""
 
@@ -105,6 +108,9 @@ class Completion:
 
         """
         self._grammar = self._required_form()
+        if self._prompt_logprobs is not None:
+            self._scored = [i for i, prompt in enumerate(self.prompts) if length(prompt) > 1]
+        self._scores = [PromptLogprobs(self.model) for _ in self.prompts]
         self._validate()
         self._check_options()
         if not self.model.has_tokenizer:
@@ -141,8 +147,7 @@ class Completion:
         response = self._response.response([collected[i] for i in sorted(collected)], self._n_tokens)
         if self._prompt_logprobs is not None:
             for choice in response["choices"]:
-                at = choice["index"] // self.body.n
-                choice.update(prompt_logprobs(self.model, self._scores.get(at, ())))
+                choice.update(self._scores[choice["index"] // self.body.n].fields())
         return response
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any] | None]:
@@ -245,10 +250,11 @@ class Completion:
             what = f"{n_samples} completions{f' and {n_scored} prompts to score' if n_scored else ''}"
             detail = f"{what} in one request: at most {MAX_SAMPLES_IN_FLIGHT} are possible"
             raise openai_problem(400, "Too many completions", detail, param=param)
-        n_tokens, n_prompt = max(map(self._max_tokens, self.prompts)) * n_samples, sum(map(length, self.prompts))
+        n_tokens = max(map(self._max_tokens, self.prompts)) * n_samples
+        n_prompt = sum(map(length, self.prompts)) * self.body.n  # each choice has those of its prompt
         for name, n in (
             (self._field_of("top_logprobs"), n_tokens * self.body.n_top_logprobs),
-            ("prompt_logprobs", n_prompt * (self._prompt_logprobs or 0)),
+            ("prompt_logprobs", 0 if self._prompt_logprobs is None else n_prompt * (1 + self._prompt_logprobs)),
         ):
             if (most := n * TOP.itemsize) > MAX_SAMPLE_BYTES:
                 limit = f"{MAX_SAMPLE_BYTES >> 20} MiB is the limit of a request"
@@ -324,11 +330,6 @@ class Completion:
     @property
     def _prompt_logprobs(self) -> int | None:
         return self.body.prompt_logprobs if isinstance(self.body, CompletionBody) else None
-
-    @property
-    def _scored(self) -> list[int]:
-        """Return the prompts that are scored: a first token has no log-probability."""
-        return [i for i, prompt in enumerate(self.prompts) if self._prompt_logprobs is not None and length(prompt) > 1]
 
     def _scoring(self) -> list[GroupRequested]:
         """Return the groups whose samples are the prompts themselves, from the second token on, to score them."""
@@ -432,7 +433,7 @@ class Completion:
     async def _delta(self, prompt: int, chunk: CompletionChunk) -> Delta | None:
         waiter = self._waiters[prompt]
         if (n := prompt - len(self.prompts)) >= 0:
-            self._scores.setdefault(self._scored[n], []).append(chunk)
+            self._scores[self._scored[n]].add(chunk)
             return None
         delta = self._choices[prompt * waiter.request.n + chunk.member].add(chunk)
         if self.turn is not None or self.session is not None:

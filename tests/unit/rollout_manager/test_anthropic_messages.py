@@ -280,6 +280,7 @@ def block(**content: Any) -> dict[str, Any]:
         ({"tools": [TOOL | {"description": 1}]}, "tools: entry 0: description is 1"),
         ({"system": 5}, "system: 5 is no list"),
         ({"messages": []}, "messages: the last one should be the user's"),
+        ({"messages": [], "system": "a"}, "messages: the last one should be the user's"),
         ({"messages": "a"}, "messages: 'a' is no list"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "messages: the last one should be the user's"),
         ({"messages": [{"role": "wizard", "content": "a"}]}, "messages: entry 0 has the role 'wizard'"),

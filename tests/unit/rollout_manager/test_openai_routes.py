@@ -375,6 +375,10 @@ async def test_more_logprobs_than_the_manager_holds_are_refused(site: Site) -> N
     with pytest.raises(BadRequestError, match="up to 80 MiB, and 64 MiB is the limit") as caught:
         await site.client().completions.create(model="j", prompt="a", logprobs=20, max_tokens=1 << 19)
     assert caught.value.param == "logprobs"
+    more = {"prompt_logprobs": 20}  # of the prompt, in each of the choices
+    with pytest.raises(BadRequestError, match="up to 205 MiB, and 64 MiB is the limit") as caught:
+        await site.client().completions.create(model="j", prompt=[5] * 10_000, n=128, max_tokens=1, extra_body=more)
+    assert caught.value.param == "prompt_logprobs"
 
 
 async def test_requests_for_one_more_than_all_places_leave_some_to_the_system(

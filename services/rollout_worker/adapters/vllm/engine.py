@@ -298,7 +298,7 @@ class VllmEngine:
         # vLLM returns no other request the most likely tokens.
         drawn = given[-1:] if len(tokens) >= self.llm.model_config.max_model_len else []
         if drawn and n_top:
-            requests.end(live, error=f"no most likely tokens of {len(tokens)} tokens, the maximum length")
+            requests.end(live, error=f"no most likely tokens of {len(tokens)} tokens, the maximum length: shorten them")
             return
         params = SamplingParams(
             max_tokens=1,
