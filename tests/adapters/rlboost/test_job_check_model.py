@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -502,8 +503,9 @@ def test_folder_with_an_adapter_or_pickled_weights_is_refused_by_check_and_train
     assert named in problem
     words = trainers_words(lambda: TorchPolicy(PolicySettings(), device="cpu").load_hf(Path("base")))
     assert problem == f"model: {words}"
-    spec, unused = parse(job(models={"judge": {"model": "base"}})), {"folder": Path(), "waits": Waits(), "limit_s": 1.0}
-    words = trainers_words(lambda: other_models(spec, "job-1", datetime.now(UTC), (), connect=Mock(), **unused))
+    spec, now = parse(job(models={"judge": {"model": "base"}})), datetime.now(UTC)
+    load = partial(other_models, spec, "job-1", now, (), connect=Mock(), folder=Path(), waits=Waits(), limit_s=1.0)
+    words = trainers_words(load)
     assert named in words
     assert words.startswith("models.judge.model: base has ")
 
