@@ -1,14 +1,14 @@
 """Write `train.jsonl` and `eval.jsonl` with problems of reasoning-gym to the current folder. Downloads nothing.
 
 python prepare.py gsm_symbolic chain_sum countdown
-python prepare.py 'chain_sum={"max_terms": 2, "max_digits": 2}' --text
+python prepare.py 'spell_backward={"min_word_len": 3, "max_word_len": 6}' --text --size 16000
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from rlboost.recipes import write_rows
 
 TASKS = ("gsm_symbolic", "chain_sum", "countdown")
 ASK = "Think step by step, and put the final answer, and nothing else, between <answer> and </answer>."
+
+HELD_OUT_SEED = 1_000_000_000
+"""Far from that of the training problems: many tasks draw problem i with the seed plus i."""
 
 
 def rows(task: str, size: int, seed: int, *, text: bool = False) -> Iterator[dict[str, Any]]:
@@ -28,19 +31,26 @@ def rows(task: str, size: int, seed: int, *, text: bool = False) -> Iterator[dic
         yield {"prompt": entry["question"] if text else chat, "task": name, **entry}
 
 
+def distinct(made: Iterable[dict[str, Any]], seen: set[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows whose question was not seen before."""
+    for row in made:
+        if row["question"] not in seen:
+            seen.add(row["question"])
+            yield row
+
+
 def main() -> None:
-    """Write the two files; no training problem is held out, too."""
+    """Write the two files, each question once; no training problem is held out, too."""
     parser = argparse.ArgumentParser(description="Write problems of reasoning-gym.")
     parser.add_argument("tasks", nargs="*", default=TASKS, metavar="TASK[=JSON]", help=f"default: {' '.join(TASKS)}")
     parser.add_argument("--size", type=int, default=4000, help="training problems of each task")
     parser.add_argument("--held-out", type=int, default=200, help="held-out problems of each task")
     parser.add_argument("--text", action="store_true", help="bare questions, for a model without a chat template")
     asked = parser.parse_args()
-    held_out = [row for task in asked.tasks for row in rows(task, asked.held_out, seed=1, text=asked.text)]
-    questions = {row["question"] for row in held_out}
-    write_rows(Path("eval.jsonl"), held_out)
-    made = (row for task in asked.tasks for row in rows(task, asked.size, seed=0, text=asked.text))
-    write_rows(Path("train.jsonl"), (row for row in made if row["question"] not in questions))
+    seen: set[str] = set()
+    for file, size, seed in (("eval.jsonl", asked.held_out, HELD_OUT_SEED), ("train.jsonl", asked.size, 0)):
+        made = (row for task in asked.tasks for row in rows(task, size, seed, text=asked.text))
+        write_rows(Path(file), distinct(made, seen))
 
 
 if __name__ == "__main__":

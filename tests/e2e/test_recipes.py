@@ -191,7 +191,7 @@ def test_recipe_fits_a_model_of_its_family(file: str, tmp_path: Path, monkeypatc
     overrides = make(tmp_path, name)
     monkeypatch.chdir(tmp_path)
     if name == "reasoning_gym" and job_file != "job.yaml":  # of the example's model, which has no chat template
-        write_rows(Path("train.jsonl"), reasoning_gym.rows("chain_sum", 4, seed=0, text=True))
+        write_rows(Path("train.jsonl"), reasoning_gym.rows("spell_backward", 4, seed=0, text=True))
         shutil.copy("train.jsonl", "eval.jsonl")
         shutil.copytree(ROOT / "examples/sums/model", "model", dirs_exist_ok=True)
     if name == "tools":
@@ -202,7 +202,7 @@ def test_recipe_fits_a_model_of_its_family(file: str, tmp_path: Path, monkeypatc
     assert found.problems == []
     assert list(found.warnings) == []
     is_text = name == "reasoning_gym" and job_file != "job.yaml"
-    assert ("arithmetic problem: " if is_text else CASES[name].shown) in found.example
+    assert ("Spell this word backward" if is_text else CASES[name].shown) in found.example
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.right])
