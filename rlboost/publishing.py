@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rlboost.shared.errors import ConfigError, Conflict
-from rlboost.shared.model.folder import tensor_names
+from rlboost.shared.model.folder import tensor_names, vocabulary_size
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.lora import Shape, adapter_of, config_json_of, wrapped_names
@@ -316,10 +316,12 @@ class Versions:
         if not self._config_json:
             raise ConfigError("give config: the configuration of the model (config.json) with the first version")
         try:
-            config = dict(json.loads(self._config_json))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"config: the model's configuration is not a JSON object: {error}") from error
-        self.vocab_size = config.get("text_config", config).get("vocab_size") or 0
+            config = json.loads(self._config_json)
+        except ValueError as error:
+            raise ConfigError(f"config: the model's configuration is not JSON ({error}): give config.json") from error
+        if not isinstance(config, dict):
+            raise ConfigError("config: the model's configuration is not a JSON object: give config.json")
+        self.vocab_size = vocabulary_size(config)
         if weights.adapter and weights.model is not None:
             places = _places_of(weights.model)
             if places != self._base_places:

@@ -38,7 +38,8 @@ async def run(session: Session, row: dict[str, Any], command: Sequence[str]) -> 
 
     """
     environment = {
-        **os.environ,
+        # Anthropic's library would send both.
+        **{name: value for name, value in os.environ.items() if name != "ANTHROPIC_API_KEY"},
         "OPENAI_BASE_URL": session.base_url,
         "OPENAI_API_KEY": session.key,
         "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"),

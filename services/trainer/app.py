@@ -428,7 +428,7 @@ class Trainer:
             Fatal: it does not end: the next process of this trainer runs the next job.
 
         """
-        limit_s, because = self._timing.last_call_limit_s, f"a call of job {job.id} still runs, which has ended"
+        limit_s, because = self._timing.last_call_limit_s, f"a call of job {job.id}, which has ended, still runs"
         try:
             async with self._waits.on("the device", because=because, limit_s=limit_s):
                 await _first_of(stop.wait(), self._device.run(lambda: None))

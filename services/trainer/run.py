@@ -150,11 +150,12 @@ def is_failure(error: BaseException) -> bool:
 def _end_of(job: Job, error: BaseException | None) -> RunEnd:
     if error is None:
         return "completed"
-    if job.cancelled.is_set():
-        return "cancelled"
     found = leaves(error)
-    is_taken_over = job.superseded.is_set() or any(isinstance(leaf, Fenced) for leaf in found)
-    return "failed" if any(map(is_failure, found)) and not is_taken_over else "stopped"
+    if job.superseded.is_set() or any(isinstance(leaf, Fenced) for leaf in found):
+        return "stopped"
+    if any(map(is_failure, found)):
+        return "failed"
+    return "cancelled" if job.cancelled.is_set() else "stopped"
 
 
 class JobRun:
@@ -254,7 +255,7 @@ class JobRun:
     async def _close_folder(
         self, error: BaseException | None, _: object, of_closing: BaseException | None, __: object
     ) -> None:
-        end = _end_of(self._job, error or of_closing)
+        end = _end_of(self._job, of_closing or error)  # the one that the trainer gets
         await self._job.warn(*await asyncio.to_thread(self._job.resources.folder.close, end))
 
     # --- the steps of a job whose samples workers generate: reinforcement learning, or an evaluation ---

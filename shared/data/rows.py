@@ -359,7 +359,7 @@ def _require_named_fields(source: str, found: Any) -> None:
     if found.info.builder_name == "csv" and _UNNAMED in found.column_names:
         raise ConfigError(
             f"{source}: rows have more fields than the header, so each column would have the values of the next: quote "
-            "texts with commas, remove commas at the end of rows, or name every column"
+            f"texts with commas, remove commas at the end of rows, or name every column, and none {_UNNAMED}"
         )
 
 

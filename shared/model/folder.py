@@ -111,7 +111,7 @@ def require_teachable(student: Path, teacher: Path) -> None:
             f"algorithm.teacher.model: {teacher} and {student} have different tokenizers: token {number}, {token!r}, "
             f"{has}: use a teacher of the same family"
         )
-    sizes = [_vocabulary(model) for model in (student, teacher)]
+    sizes = [vocabulary_size(read_config(model)) for model in (student, teacher)]
     if sizes[0] > sizes[1]:
         raise ConfigError(
             f"algorithm.teacher.model: {teacher} has {sizes[1]} logits, fewer than the {sizes[0]} of {student}: use a "
@@ -119,9 +119,9 @@ def require_teachable(student: Path, teacher: Path) -> None:
         )
 
 
-def _vocabulary(model: Path) -> int:
-    config = read_config(model)
-    size: int = config.get("text_config", config).get("vocab_size", 0)
+def vocabulary_size(config: Mapping[str, Any]) -> int:
+    """Return how many token ids a model has, by its `config.json`; 0 if it does not say."""
+    size: int = (config.get("text_config") or config).get("vocab_size") or 0
     return size
 
 
@@ -290,7 +290,7 @@ def require_model_files(model: Path) -> None:
         hint = f", but {inner[-1].parent} may be one" if inner else ""
         raise ConfigError(f"{model} has no config.json: it is not a Hugging Face model directory{hint}")
     if not any(model.glob("*.safetensors")):
-        others = sorted(file.name for file in model.iterdir() if file.name.endswith(_WEIGHTS))
+        others = sorted(file.name for file in model.glob("*") if file.name.endswith(_WEIGHTS))
         hint = f", not as {others[0]}: load it with transformers and call save_pretrained" if others else ""
         raise ConfigError(f"{model} has no *.safetensors file: save the model's weights there{hint}")
 
@@ -400,8 +400,11 @@ def non_weight_files(model: Path) -> list[Path]:
         OSError: the directory cannot be read.
 
     """
-    left_out = (*_WEIGHTS, *_ABOUT_OLD_WEIGHTS)
-    return [file for file in model.iterdir() if file.is_file() and not file.name.endswith(left_out)]
+    return [
+        file
+        for file in model.iterdir()
+        if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _ABOUT_OLD_WEIGHTS
+    ]
 
 
 def copy_without_weights(model: Path, to: Path) -> None:

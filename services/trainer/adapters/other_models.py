@@ -16,6 +16,7 @@ from rlboost.shared.job.base import served_id
 from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.job.reward import column_problem
 from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.model.folder import require_model_files
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.torch_tensors import named_shards
@@ -57,7 +58,12 @@ def other_models(
             raise ConfigError(problem)
     found = {}
     for name, model in spec.models.items():
-        place = find_model(model.model, f"models.{name}.model")
+        field = f"models.{name}.model"
+        place = find_model(model.model, field)
+        try:
+            require_model_files(place)
+        except ConfigError as error:
+            raise ConfigError(f"{field}: {error}") from error
         serving = served_id(job_id, name)
         found[name] = OtherModel(
             serving,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -15,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from rlboost.jobs import check as jobcheck
 from rlboost.jobs.model_check import DataFindings
 from rlboost.services.trainer.adapters.data import check_teacher, load_data
+from rlboost.services.trainer.adapters.other_models import other_models
 from rlboost.services.trainer.adapters.tokens import PromptTokenizer
 from rlboost.services.trainer.adapters.torch.models import empty_model
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
@@ -25,6 +29,7 @@ from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.model.folder import declare_scores
 from rlboost.shared.process.modules import pip_install
+from rlboost.shared.process.waiting import Waits
 from tests.support import rank_policies
 from tests.support.model_folder import with_chat_template, write_model, write_tokenizer, write_unmarked_model
 from tests.support.packed_models import CONVOLUTION, write
@@ -498,6 +503,11 @@ def test_folder_with_an_adapter_or_pickled_weights_is_refused_by_check_and_train
     assert named in problem
     words = trainers_words(lambda: TorchPolicy(PolicySettings(), device="cpu").load_hf(Path("base")))
     assert problem == f"model: {words}"
+    spec, now = parse(job(models={"judge": {"model": "base"}})), datetime.now(UTC)
+    load = partial(other_models, spec, "job-1", now, (), connect=Mock(), folder=Path(), waits=Waits(), limit_s=1.0)
+    words = trainers_words(load)
+    assert named in words
+    assert words.startswith("models.judge.model: base has ")
 
 
 def test_model_in_shards_has_no_problem() -> None:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.distributed import destroy_process_group, init_process_group
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from rlboost.publishing import gathered, is_sharded, weights_of
+from rlboost.publishing import Versions, Weights, gathered, is_sharded, weights_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.weights.torch_tensors import module_tensors
 from tests.support.black_box import ROOT
@@ -75,6 +76,13 @@ def test_gathered_weights_are_those_of_one_process(how: str, tmp_path: Path) -> 
     if "lora" in how:
         assert part[0] is None
         assert part[1].keys() == adapter.keys()
+
+
+@pytest.mark.parametrize("config", ["{", "[]", "null"])
+async def test_configuration_that_is_no_object_is_rejected(config: str) -> None:
+    versions = Versions(Mock(), "job-1", resume=False, deltas=False, limit_s=1.0)
+    with pytest.raises(ConfigError, match=r"config: the model's configuration is not .*: give config\.json"):
+        await versions.publish(Weights({}, config), if_changed=False)
 
 
 def test_shards_of_other_kinds_are_rejected() -> None:

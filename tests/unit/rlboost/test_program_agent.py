@@ -149,12 +149,15 @@ async def test_rewards_of_answers_that_cannot_be_used_are_named(value: object, w
     assert why in raised
 
 
-async def test_program_gets_session_and_row_and_prints_its_reward(tmp_path: Path) -> None:
+async def test_program_gets_session_and_row_and_prints_its_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "the operator's")
     seen = tmp_path / "seen"
     command = script(
         tmp_path,
         f'echo "$OPENAI_BASE_URL $OPENAI_API_KEY" > {seen}',
-        f'echo "$ANTHROPIC_BASE_URL $ANTHROPIC_AUTH_TOKEN $SESSION_SAMPLE $1" >> {seen}',
+        f'echo "$ANTHROPIC_BASE_URL $ANTHROPIC_AUTH_TOKEN$ANTHROPIC_API_KEY $SESSION_SAMPLE $1" >> {seen}',
         f"cat >> {seen}",
         "echo so",
         "echo 0.5",

@@ -328,6 +328,14 @@ async def test_part_that_does_not_close_leaves_no_other_part_open(
         assert (ended.state, ended.error) == ("failed", "a process does not end")
         assert await eventually(lambda: rig.engine.closed)
     assert rig.folder.end == "failed"
+    rig = Rig(tmp_path / "cancelled")
+    rig.manager.held = {1}
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.waits_for("samples of step 2")
+        await rig.command("cancel")
+        assert (await rig.ended()).state == "failed"
+    assert rig.folder.end == "failed"
 
 
 async def test_loggers_are_told_how_the_run_of_each_process_ends(tmp_path: Path) -> None:
