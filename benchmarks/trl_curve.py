@@ -24,10 +24,10 @@ from datasets import load_dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from examples.countdown import reward
-from examples.countdown.make_data import eval_problems
-from examples.countdown.measure import completions, measured
-from examples.countdown.tokenizer import pretrained
+from rlboost.examples.countdown import reward
+from rlboost.examples.countdown.make_data import eval_problems
+from rlboost.examples.countdown.measure import completions, measured
+from rlboost.examples.countdown.tokenizer import pretrained
 from rlboost.fleet import Fleet
 from rlboost.trl import rollout_func
 from tests.support.black_box import ROOT, BlackBox, Observer, black_box
