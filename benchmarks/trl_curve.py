@@ -5,8 +5,8 @@
 TRL's own GRPOTrainer trains Countdown, 16 prompts with 8 completions in each step, with two spot workers. Of the kills
 of a seed six are of a worker that generates, without a notice, and one is of the manager.
 
-One JSON line for each seed and fleet: the mean reward of each step, the share of held-out problems that greedy answers
-solve, and the audit. A sample that is lost or delivered twice ends the benchmark with an error.
+One JSON line for each seed and fleet: the mean reward of each step, the share of held-out problems that a sampled answer
+solves, and the audit. A sample that is lost or delivered twice ends the benchmark with an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HELD_OUT_EVERY = 10
 """Steps."""
 
 
-class HeldOut(TrainerCallback):
+class HeldOut(TrainerCallback):  # type: ignore[misc]
     """Measures the model at the beginning of some steps, and at the end."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def train(fleet: Fleet, seed: int, steps: int) -> dict[str, Any]:
     """Train on a fleet; return rewards by step."""
     tokenizer, held_out = pretrained(), HeldOut()
 
-    def score(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+    def score(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float | None]:
         raw = [tokenizer.decode(ids) for ids in completion_ids]
         given = {name: columns[name] for name in ("numbers", "target")}
         return reward.score(prompts, completions, completion_ids, completions_raw=raw, **given)
