@@ -5,8 +5,8 @@
 TRL's own GRPOTrainer trains Countdown, 16 prompts with 8 completions in each step, with two spot workers. Of the kills
 of a seed six are of a worker that generates, without a notice, and one is of the manager.
 
-One JSON line for each seed and fleet: the mean reward of each step, the share of held-out problems that a sampled answer
-solves, and the audit. A sample that is lost or delivered twice ends the benchmark with an error.
+One JSON line for each seed and fleet: the mean reward of each step, the share of held-out problems that a sampled
+answer solves, and the audit. A sample that is lost or delivered twice ends the benchmark with an error.
 """
 
 from __future__ import annotations
