@@ -156,7 +156,7 @@ def test_init_recipe_with_a_model_keeps_the_rate_of_a_large_one_only(here: Path)
 def test_init_recipe_leaves_its_jobs_for_a_small_model_and_starts_as_its_readme_says(here: Path) -> None:
     shown = rlboost("init", "gym", "--recipe", "reasoning_gym", "--model", "Qwen/Qwen3-1.7B")
     assert load("gym/job.yaml")["model"] == "Qwen/Qwen3-1.7B"
-    assert (load("gym/warmup.yaml")["model"], load("gym/warmup.yaml")["optimizer"]["name"]) == ("model", "muon")
+    assert (load("gym/warmup.yaml")["model"], load("gym/warmup.yaml")["optimizer"]["lr"]) == ("model", 3e-3)
     assert "  rlboost up --gpus 0 --detach\n" in shown
 
 
