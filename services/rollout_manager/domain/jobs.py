@@ -583,7 +583,7 @@ class Jobs(dict[str, JobEntry]):
             if audit := self.audit_of(job_no):
                 audit.tokens_generated += tokens
         for job_no, cause, tokens in outcome.refused:
-            if audit := self.audit_of(job_no):
+            if tokens and (audit := self.audit_of(job_no)):
                 audit.tokens_generated += tokens
                 audit.tokens_regenerated[cause] += tokens
         for job_no, rows in outcome.duplicates.items():

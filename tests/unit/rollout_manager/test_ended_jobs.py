@@ -7,6 +7,7 @@ import pytest
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.decide import AUDIT_OPEN_S, decide, forget_ended
 from rlboost.services.rollout_manager.domain.effects import Effect, Now, Record, Send, one_turn, operations
+from rlboost.services.rollout_manager.domain.tokens import FrameOutcome
 from rlboost.services.rollout_manager.domain.wait_status import job_wait_status
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.messages import (
@@ -114,6 +115,11 @@ def test_late_records_of_an_ended_job_are_audited_and_change_nothing_else(rig: R
     audit = rig.world.jobs["j"].audit
     assert (audit.requested, audit.dropped.total(), audit.tokens_generated) == (N, N, 3)
     assert audit.tokens_regenerated == {"sample_over": 3, "dropped": 0}
+
+
+def test_late_frame_without_tokens_is_no_cause_of_regenerated_ones(rig: Rig) -> None:
+    rig.world.jobs.count_frames(FrameOutcome(refused=[(1, "late", 0), (1, "gap", 2)]))
+    assert rig.world.jobs["j"].audit.tokens_regenerated == {"gap": 2}
 
 
 @pytest.mark.parametrize("record", ["closed", "restated", "admitted"])
