@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,3 +16,14 @@ def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
             n_rows += 1
     print(f"{file}: {n_rows} rows")
+
+
+def distinct(
+    rows: Iterable[Mapping[str, Any]], question: Callable[[Mapping[str, Any]], str], seen: set[str] | None = None
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the first row of each question that is not in `seen`, to which it is added."""
+    seen = set() if seen is None else seen
+    for row in rows:
+        if (asked := question(row)) not in seen:
+            seen.add(asked)
+            yield row

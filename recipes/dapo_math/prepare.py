@@ -7,29 +7,25 @@ FOLDERs: copies of the two datasets; without them, Hugging Face datasets downloa
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlboost.recipes import write_rows
+from rlboost.recipes import distinct, write_rows
 
 
-def distinct(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the first row of each prompt: the published file has most of them a hundred times."""
-    seen = set[str]()
-    for row in rows:
-        prompt = row["prompt"][-1]["content"]
-        if prompt not in seen:
-            seen.add(prompt)
-            yield row
+def question(row: Mapping[str, Any]) -> str:
+    """Return the prompt of a row: the published file has most of them a hundred times."""
+    prompt: str = row["prompt"][-1]["content"]
+    return prompt
 
 
 def main(train: str = "BytedTsinghua-SIA/DAPO-Math-17k", held_out: str = "BytedTsinghua-SIA/AIME-2024") -> None:
     """Write the two files."""
-    from datasets import load_dataset  # noqa: PLC0415 - tests of `distinct` do without it
+    from datasets import load_dataset  # noqa: PLC0415 - tests of `question` do without it
 
     for source, name in ((train, "train.jsonl"), (held_out, "eval.jsonl")):
-        write_rows(Path(name), distinct(load_dataset(source, split="train")))
+        write_rows(Path(name), distinct(load_dataset(source, split="train"), question))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from rlboost.recipes import write_rows
+from rlboost.recipes import distinct, write_rows
 
 TASKS = ("gsm_symbolic", "chain_sum", "countdown")
 ASK = "Think step by step, and put the final answer, and nothing else, between <answer> and </answer>."
@@ -31,14 +32,6 @@ def rows(task: str, size: int, seed: int, *, text: bool = False) -> Iterator[dic
         yield {"prompt": entry["question"] if text else chat, "task": name, **entry}
 
 
-def distinct(made: Iterable[dict[str, Any]], seen: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows whose question was not seen before."""
-    for row in made:
-        if row["question"] not in seen:
-            seen.add(row["question"])
-            yield row
-
-
 def main() -> None:
     """Write the two files, each question once; no training problem is held out, too."""
     parser = argparse.ArgumentParser(description="Write problems of reasoning-gym.")
@@ -50,7 +43,7 @@ def main() -> None:
     seen: set[str] = set()
     for file, size, seed in (("eval.jsonl", asked.held_out, HELD_OUT_SEED), ("train.jsonl", asked.size, 0)):
         made = (row for task in asked.tasks for row in rows(task, size, seed, text=asked.text))
-        write_rows(Path(file), distinct(made, seen))
+        write_rows(Path(file), distinct(made, itemgetter("question"), seen))
 
 
 if __name__ == "__main__":

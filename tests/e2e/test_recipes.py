@@ -28,7 +28,7 @@ from transformers import (
 
 from rlboost.jobs import check as jobcheck
 from rlboost.jobs import new_folder
-from rlboost.recipes import write_rows
+from rlboost.recipes import distinct, write_rows
 from rlboost.recipes.countdown import prepare as countdown
 from rlboost.recipes.dapo_math import prepare as dapo_math
 from rlboost.recipes.gsm8k import prepare as gsm8k
@@ -92,7 +92,7 @@ def _of_sft_then_grpo() -> dict[str, list[Any]]:
 
 def _of_dapo() -> dict[str, list[Any]]:
     other = {**DAPO, "prompt": [{"role": "user", "content": "What is 1100?"}]}
-    rows = list(dapo_math.distinct([DAPO, DAPO, other, DAPO]))
+    rows = list(distinct([DAPO, DAPO, other, DAPO], dapo_math.question))
     assert len(rows) == 2
     return {"train.jsonl": rows, "eval.jsonl": rows}
 

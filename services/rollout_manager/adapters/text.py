@@ -529,7 +529,7 @@ def process_request(files: ModelFiles, request: Mapping[str, Any]) -> list[bytes
     if "messages" in request:
         if files.chat_template is None:
             raise TokenizationError(f"model {files.name} has no chat template")
-        options = TemplateOptions(**{name: request[name] for name in TemplateOptions._fields if name in request})
+        options = TemplateOptions(*(request[name] for name in TemplateOptions._fields))
         text = files.chat_template.render(request["messages"], options)
         if len(text) > MAX_TEXT_CHARACTERS:
             raise TokenizationError(f"the chat template renders {len(text)} characters: shorten the messages")

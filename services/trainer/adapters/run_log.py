@@ -82,7 +82,7 @@ class RunLog:
         """Return the problems that were not returned before."""
         return [problem for thread in self._threads if (problem := thread.new_problem())]
 
-    def close(self, limit_s: float, end: RunEnd = "completed") -> None:
+    def close(self, limit_s: float, end: RunEnd) -> None:
         """Let the loggers finish, for up to `limit_s`; slower ones continue for as long as the process lives."""
         until = time.monotonic() + limit_s
         for thread in self._threads:

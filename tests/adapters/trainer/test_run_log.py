@@ -118,7 +118,7 @@ async def test_wandb_start_failure_is_reported(tmp_path: Path, monkeypatch: pyte
     problem = await reported(log)
     assert problem.startswith("log.wandb: ")
     assert "No API key" in problem
-    log.close(5.0)
+    log.close(5.0, "completed")
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ async def test_tracker_without_a_server_is_reported_without_secrets(
     log.begin(0)
     for step in range(3):  # the process may end before or after it has read the first
         log.log(Row(step, ROWS[step]))
-    log.close(LIMIT_S)
+    log.close(LIMIT_S, "completed")
     assert "RuntimeError: API request to http://***@server/log failed with ***; the job continues" in await reported(
         log
     )
@@ -283,7 +283,7 @@ async def test_failing_logger_is_reported_once_and_others_continue(tmp_path: Pat
         "log.never: OSError: no network at 3; the job continues, and metrics.jsonl has every row",
     ]
     log.log(Row(6, {}))
-    log.close(5.0)
+    log.close(5.0, "completed")
     assert log.new_problems() == []
     assert good.got == [3, 4, 5, 6, -1]
 
@@ -300,7 +300,7 @@ async def test_hanging_logger_blocks_nothing(hanging: Hanging) -> None:
     for step in range(5000):
         log.log(Row(step, {}))
     stopwatch = Stopwatch()
-    log.close(0.05)
+    log.close(0.05, "completed")
     assert stopwatch.read() < 2.0
     assert log.new_problems() == []
 
@@ -312,14 +312,14 @@ def test_logger_queue_is_bounded_and_dropped_rows_are_reported(hanging: Hanging)
         log.log(Row(step, {}))
     [problem] = log.new_problems()
     assert problem.startswith("log.slow: its queue of 1024 rows is full")
-    log.close(0.0)
+    log.close(0.0, "completed")
 
 
 def test_slow_logger_continues_after_close(hanging: Hanging) -> None:
     log = RunLog({"slow": lambda _: hanging})
     log.begin(0)
     log.log(Row(0, {}))
-    log.close(0.05)
+    log.close(0.05, "completed")
     [problem] = log.new_problems()
     assert "it has not sent all rows at the end of the job" in problem
     hanging.released.set()
