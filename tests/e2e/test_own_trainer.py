@@ -5,11 +5,10 @@ With one process and the whole model, and with two processes and an adapter (PEF
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import threading
+import tempfile
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.black_box import RLBOOST, ROOT, BlackBox, Observer, black_box
 from tests.support.ports import reserved_port
+from tests.support.said import FOLDER, said
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
@@ -36,21 +36,15 @@ class Trl:
 
     def __init__(self, module: str, folder: Path, *options: str, launcher: Sequence[str] = ("-m",)) -> None:
         program = [sys.executable, *launcher, f"tests.support.{module}", *options]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "OMP_NUM_THREADS": "1"}
+        self._folder = Path(tempfile.mkdtemp(prefix="said-", dir=folder))
+        path = os.pathsep.join([str(ROOT), str(folder)])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", FOLDER: str(self._folder)}
         with (folder / "trl.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                program, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        self.said: list[dict[str, Any]] = []
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
+            self.process = subprocess.Popen(program, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout:
-            for line in self.process.stdout:
-                with suppress(ValueError):  # a progress bar
-                    self.said.append(json.loads(line))
+    @property
+    def said(self) -> list[dict[str, Any]]:
+        return said(self._folder)
 
     def rollouts(self) -> list[dict[str, Any]]:
         return [line for line in self.said if "gap" in line]
@@ -60,9 +54,7 @@ class Trl:
         box.until(lambda: len(self.rollouts()) > before, "a further rollout")
 
     def end(self, limit_s: float = 240) -> int:
-        code = self.process.wait(limit_s)
-        self._thread.join()
-        return code
+        return self.process.wait(limit_s)
 
     def kill(self) -> None:
         """Kill all its processes, as the loss of their machine does."""
@@ -70,6 +62,13 @@ class Trl:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self.end()
+
+
+def job_of(box: BlackBox) -> str:
+    """Return the id of the program's job as soon as it exists, so that an observer misses none of its samples."""
+    box.until(lambda: box.get("/v1/jobs"), "the job")
+    (job,) = box.get("/v1/jobs")
+    return str(job["id"])
 
 
 def folder_of_sums(tmp_path: Path) -> Path:
@@ -84,9 +83,9 @@ def test_trl_trains_on_a_fleet_whatever_dies(tmp_path: Path) -> None:
         options = [box.url, box.token, str(folder), "sums", str(STEPS), str(folder / "checkpoints"), str(SAMPLES)]
         first = Trl("trl_trainer", folder, *options)
         try:
-            box.until(lambda: len(first.rollouts()) >= 2, "two rollouts")
-            job_id = first.rollouts()[0]["job"]
+            job_id = job_of(box)
             with closing(Observer(box.redis_url, job_id)) as observer:
+                box.until(lambda: len(first.rollouts()) >= 2, "two rollouts")
                 for role in ("preemptible", "manager", "weight_store"):
                     box.kill(role)
                     first.until_next_rollout(box)
@@ -125,11 +124,11 @@ def test_trl_in_two_processes_trains_an_adapter_whatever_dies(tmp_path: Path) ->
         launcher = ["-m", *launch.split(), "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "-m"]
         first = Trl("trl_trainer", folder, *options, "lora", launcher=launcher)
         try:
-            box.until(lambda: len(first.rollouts()) >= 2 * PROCESSES, "two rollouts of both processes")
-            (job,) = box.get("/v1/jobs")
-            with closing(Observer(box.redis_url, job["id"])) as observer:
+            job_id = job_of(box)
+            with closing(Observer(box.redis_url, job_id)) as observer:
+                box.until(lambda: len(first.rollouts()) >= 2 * PROCESSES, "two rollouts of both processes")
                 for role in ("preemptible", "manager"):
-                    box.until_busy(job["id"])
+                    box.until_busy(job_id)
                     box.kill(role)
                     first.until_next_rollout(box)
                 at = max(line["step"] for line in first.rollouts())
@@ -141,8 +140,8 @@ def test_trl_in_two_processes_trains_an_adapter_whatever_dies(tmp_path: Path) ->
         finally:
             if first.process.poll() is None:
                 first.kill()
-        audit = box.get(f"/v1/jobs/{job['id']}/audit")
-        assert box.get(f"/v1/jobs/{job['id']}")["state"] == "completed"
+        audit = box.get(f"/v1/jobs/{job_id}/audit")
+        assert box.get(f"/v1/jobs/{job_id}")["state"] == "completed"
     rollouts = first.rollouts() + second.rollouts()
     assert max(line["gap"] for line in rollouts) < 1e-4  # TRL keeps adapter and model apart, workers merge them
     by_step: dict[tuple[int, int], str] = {}

@@ -168,7 +168,8 @@ class Observer:
                 n_seen += len(seen)
                 at += n
         assert n_seen, "not one flushed token was seen"
-        assert set(self.admitted) <= set(self.finished)
+        missing = sorted(set(self.admitted) - set(self.finished))
+        assert not missing, f"{len(missing)} samples were not seen delivered: {missing[:8]}"
         return len(self.finished)
 
     def versions(self) -> list[tuple[int, int]]:

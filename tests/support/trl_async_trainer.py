@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from trl.experimental.async_grpo import (
 
 from rlboost.trl import WeightTransfer
 from tests.support import tiny_models
+from tests.support.said import say
 
 
 class Attention:
@@ -65,7 +65,7 @@ def score(completions: list[Any], **given: Any) -> list[float]:
 
 
 def main(url: str, folder: str, steps: str, lora: str = "") -> None:
-    """Train, and print what TRL has logged."""
+    """Train, and say what TRL has logged."""
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/model")
     # TRL needs a chat template, and how to read an answer of the model.
     tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -107,7 +107,7 @@ def main(url: str, folder: str, steps: str, lora: str = "") -> None:
     )
     trainer.train()
     logged = [row for row in trainer.state.log_history if "reward" in row]
-    print(json.dumps({"logged": logged, "gap": gap(url, trainer)}), flush=True)
+    say(logged=logged, gap=gap(url, trainer))
 
 
 def gap(url: str, trainer: Any) -> float:

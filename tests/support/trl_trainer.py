@@ -4,7 +4,7 @@
 
 FOLDER is of `rlboost init sums`. OUTPUT has TRL's checkpoints, from which it continues. BATCH is the number of
 completions of each process in a step. With `lora` an adapter is trained; with `fsdp2` the model is sharded, as
-accelerate does on GPUs only, and no checkpoint is written. Each process prints a line of JSON after each rollout.
+accelerate does on GPUs only, and no checkpoint is written. Each process says a line after each rollout.
 """
 
 from __future__ import annotations
@@ -28,13 +28,9 @@ from trl import GRPOConfig, GRPOTrainer
 from rlboost.fleet import Fleet
 from rlboost.trl import rollout_func
 from tests.support import tiny_models
+from tests.support.said import say
 
 MAX_TOKENS = 32
-
-
-def say(**line: Any) -> None:
-    """Print a line at once, which no other process divides."""
-    os.write(1, (json.dumps(line) + "\n").encode())
 
 
 def shard(trainer: Any) -> None:
