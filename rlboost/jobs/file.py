@@ -45,8 +45,9 @@ def complete(raw: dict[str, Any]) -> dict[str, Any]:
         job["lora"] = spec.adapter.model_dump(mode="json")
     teacher = job["algorithm"]["teacher"] if spec.held_teacher else None
     reward = job.get("reward") or {}
-    named = [job, teacher, *(job.get("models") or {}).values(), reward, *(reward.get("functions") or ())]
-    for section in named:
+    scored = [one for one in (reward, *(reward.get("functions") or ())) if one.get("model") in spec.held_reward_models]
+    others = [*(job.get("models") or {}).values(), *(job.get("policies") or {}).values()]
+    for section in (job, teacher, *others, *scored):
         if section and section.get("model"):
             section["model"] = _absolute(section["model"])
     sets = (job.get("eval") or {}).get("sets", {}).values()

@@ -215,9 +215,19 @@ def require_served_model(model: Path, field: str, *, scores: bool) -> None:
         return
     try:
         require_model_files(model)
-        require_language_model(read_config(model))
+        _require_generator(model)
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from error
+
+
+def _require_generator(model: Path) -> None:
+    config = read_config(model)
+    if is_classifier(config):
+        raise ConfigError(
+            f"{model} is a reward model ({', '.join(config['architectures'])}), which generates no tokens: let "
+            "reward.model have its name among models, or remove it"
+        )
+    require_language_model(config)
 
 
 def require_reward_model(model: Path, field: str = REWARD_MODEL) -> None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rlboost.cli import app
 from rlboost.jobs import check as jobcheck
+from rlboost.jobs.file import complete
 from rlboost.jobs.model_check import DataFindings, MissingHere
 from tests.support import fake_gpus
 
@@ -371,7 +372,20 @@ def test_other_models_are_reward_models_where_they_score_and_generate_elsewhere(
     (scores / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
     (scores / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     (problem,) = check(models={"other": {"model": "scores"}})
-    assert problem.startswith("models.other.model: config.json: the model is a reward model (LlamaForSequenceClass")
+    assert problem.startswith("models.other.model: scores is a reward model (LlamaForSequenceClassification)")
+
+
+def test_name_of_a_served_reward_model_is_no_path(folder: Path) -> None:
+    """Even if there is such a folder: the reward processes would hold its model, and no part would name the served."""
+    (folder / "scores").mkdir()
+    job = {"model": "base", "data": {"train": "train.jsonl"}, "steps": 1, "models": {"scores": {"model": "scores"}}}
+    parts = [{"model": "scores"}, {"model": "./base", "name": "held", "weight": 0.5}]
+    resolved = complete({**job, "reward": {"functions": parts}})
+    assert [part["model"] for part in resolved["reward"]["functions"]] == ["scores", str(folder / "base")]
+    assert complete({**job, "reward": {"model": "scores"}})["reward"]["model"] == "scores"
+    assert resolved["models"]["scores"]["model"] == str(folder / "scores")
+    team = {"agent": {"function": "my_agent:run"}, "policies": {"critic": {"model": "base"}}, "models": {}}
+    assert complete({**job, **team})["policies"]["critic"]["model"] == str(folder / "base")
 
 
 def test_prompt_of_a_judge_names_columns_that_each_row_has(folder: Path) -> None:
