@@ -113,6 +113,16 @@ class _RewardedJob(ServiceJob):
         return self
 
     @model_validator(mode="after")
+    def _has_its_reward_models(self) -> Self:
+        for model in self.held_reward_models if self.models else ():
+            if re.fullmatch(_MODEL_NAME, model):
+                raise ValueError(
+                    f"reward.model: {model!r} is not among models, and it has {', '.join(self.models)}: name one of "
+                    f"these, or write ./{model} for a folder whose model the reward processes are to hold"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _has_a_reward(self) -> Self:
         if self.conversation is not None or self._learns_without_rewards:
             return self
@@ -281,6 +291,11 @@ class RlJob(TrainingJob, _RewardedJob):
             raise ValueError(
                 f"{TEACHER}: {self.held_teacher!r} is not among models, and it has {', '.join(self.models)}: name one "
                 f"of these, or write ./{self.held_teacher} for a folder whose model the trainer is to hold"
+            )
+        if self.served_teacher in self.served_reward_models:
+            raise ValueError(
+                f"{TEACHER}: {self.served_teacher!r} is also reward.model, and a reward model has no probabilities of "
+                "tokens: name another model"
             )
         if self.eval is not None and self.reward is None and self.conversation is None:
             raise ValueError("eval: it needs a reward, which otherwise is only logged: give reward, or remove eval")

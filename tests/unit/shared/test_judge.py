@@ -66,6 +66,11 @@ def test_question_has_the_texts_and_columns_of_the_row() -> None:
             {"reward": {"functions": [JOB["reward"], {"model": "judge"}]}},
             "reward.judge.model: 'judge' is also reward.model, and a reward model writes no verdict",
         ),
+        ({"reward": {"model": "jugde"}}, "reward.model: 'jugde' is not among models, and it has judge: name one of"),
+        (
+            {"reward": {"model": "judge"}, "algorithm": {"teacher": {"model": "judge"}}},
+            "algorithm.teacher.model: 'judge' is also reward.model, and a reward model has no probabilities of",
+        ),
         ({"kind": "sft"}, "a job of kind sft generates nothing: remove "),
         ({"kind": "served", "job": "j-1"}, "kind: 'served' is unknown"),
         ({"reward": {"judge": {"model": "judge", "prompt": "x"}}}, "shows the judge no completion"),
