@@ -174,13 +174,15 @@ def _scores(answer: dict[str, Any], batch: RewardBatch, parts: Sequence[RewardPa
             return Scores(None, reason, f"{part.name}: {detail}" if part.name else detail)
     by_part = {part.name: tuple(values) for part, values in zip(parts, given, strict=True) if part.name}
     rewards = combine(given, [part.weight for part in parts])
-    found = tuple(reward for reward in rewards if reward is not None)
-    if len(found) < len(rewards):
-        missing = rewards.index(None)
+    # A function returns None where it does not apply; a reward model that gives no score has failed.
+    needed = [rewards, *(values for part, values in zip(parts, given, strict=True) if part.model and part.weight)]
+    missing = next((i for i, values in enumerate(zip(*needed, strict=True)) if None in values), None)
+    if missing is not None:
         why = [_without_verdict(part[missing]) for part in batch.verdicts.values() if part[missing].reward is None]
         because = why[0] if why else "functions returned None for it"
         detail = f"no reward for completion {missing} of the group: {because}"
         return Scores(None, "missing", f"{detail}\n{describe_row(_row(batch))}", by_part)
+    found = tuple(reward for reward in rewards if reward is not None)
     if problem := _problem(found, len(found)):
         return Scores(None, *problem, by_part)
     costs = tuple(total(of_completion) for of_completion in zip(*answer["costs"], strict=True))

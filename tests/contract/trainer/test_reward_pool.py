@@ -383,6 +383,18 @@ async def test_verdicts_are_parts_of_the_sum() -> None:
         await pool.close()
 
 
+async def test_reward_model_on_workers_that_gives_no_score_drops_the_group() -> None:
+    """Else a completion that is too long for it would be rewarded by the other parts alone."""
+    parts = [{"model": "scores", "name": "judge"}, {"judge": {"model": "other", "prompt": "{completion}"}}]
+    given = {**verdicts(4.0, None), "other": verdicts(1.0, 2.0)["judge"]}
+    pool = RewardPool(RewardSpec.model_validate({"functions": parts}), Waits())
+    scores = await pool.score(replace(batch(), verdicts=given))
+    assert (scores.rewards, scores.reason) == (None, "missing")
+    assert scores.detail.startswith("no reward for completion 1 of the group: the model j.judge gave none")
+    logged = RewardSpec.model_validate({"functions": [{**parts[0], "weight": 0}, parts[1]]})
+    assert (await RewardPool(logged, Waits()).score(replace(batch(), verdicts=given))).rewards == (1.0, 2.0)
+
+
 async def test_judge_alone_needs_no_process_and_may_give_no_reward() -> None:
     judge = {"judge": {"model": "judge", "prompt": "{completion}"}}
     pool = RewardPool(RewardSpec.model_validate({"functions": [judge]}), Waits())
