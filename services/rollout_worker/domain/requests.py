@@ -185,7 +185,8 @@ _NEEDS = {
     "batch_invariant": "trainer.deterministic needs torch workers on CPUs and a dense model",
     "images": "prompts with images need a model that sees them, and torch workers, or vllm without language_model_only "
     "and limit_mm_per_prompt",
-    "forced": "a teacher on workers needs torch, or vllm without speculative decoding and kv_sharing_fast_prefill",
+    "forced": "a teacher or reward model on workers needs torch, or vllm without speculative decoding and "
+    "kv_sharing_fast_prefill",
 }
 
 

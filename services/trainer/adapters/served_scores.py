@@ -27,9 +27,11 @@ from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.weights.torch_tensors import named_shards
 from rlboost.shared.wire import I32, pack, unpack
 
-SCALE = 8.0
-"""A power of two, so that it rounds no weight. Scores up to 200 can be told apart, and errors of a float32
-log-probability are about 1e-5 of a score."""
+SCALE = 16.0
+"""A power of two, so that it rounds no weight. Measured with log-probabilities of torch in float32 on a CPU:
+scores up to 200 are within 0.02 for 151,936 token ids and within 0.005 for 64, those up to 60 within 0.003."""
+_LEAST_OTHERS = 1e-4
+"""The least probability of all other tokens, which is known up to about 1e-6, from which a score is told."""
 TOKEN = 0
 """Whose row of the output layer is the head."""
 _LAYER = "lm_head.weight"
@@ -62,7 +64,9 @@ class ServedScores:
         """See `ScoreTokenizer.score`."""
         (logprob,) = unpack(logprobs, np.dtype("<f4")).astype(float)
         p_others = -math.expm1(logprob)
-        return SCALE * (logprob - math.log(p_others) + math.log(self.vocab_size - 1)) if 0 < p_others < 1 else None
+        if not _LEAST_OTHERS < p_others < 1:
+            return None
+        return SCALE * (logprob - math.log(p_others) + math.log(self.vocab_size - 1))
 
     def shards(self) -> Iterator[Shard]:
         """Read the tensors of the causal language model."""
@@ -90,7 +94,7 @@ def _as_language_model(folder: Path) -> tuple[str, int]:
             model = AutoModelForCausalLM.from_config(loaded)
         given = read_tensor_shapes(folder).keys() - {HEAD}
         names = by_file_name(model.state_dict(), names_in_files(model, given)).keys()
-    except (*UNLOADABLE, AttributeError) as error:  # of a setting that some families derive from others
+    except UNLOADABLE as error:
         raise ConfigError(f"workers can serve no reward model of this kind ({error}): {_INSTEAD}") from error
     layer = model.get_output_embeddings()
     if names - {_LAYER} != given or getattr(layer, "bias", None) is not None or _LAYER not in names:

@@ -109,7 +109,9 @@ def test_head_is_not_rounded(tmp_path: Path) -> None:
     assert torch.equal(model.lm_head.weight[TOKEN] * SCALE, head[0])
 
 
-@pytest.mark.parametrize(("logprob", "score"), [(-11.5, 0.0), (-0.0, None), (float("nan"), None), (-200.0, None)])
+@pytest.mark.parametrize(
+    ("logprob", "score"), [(-11.5, 0.0), (-1e-5, None), (-0.0, None), (float("nan"), None), (-200.0, None)]
+)
 def test_log_probabilities_that_tell_no_score(logprob: float, score: float | None, tmp_path: Path) -> None:
     scores = served(write_scores(tmp_path))
     found = scores.score(pack([logprob], F32))
