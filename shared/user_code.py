@@ -353,7 +353,7 @@ _TRL_ONLY = ("log_extra", "log_metric", "trainer_state")
 RAW_ARGUMENTS = ("completions_raw",)
 """Ours, for functions of TRL's signature that have such a parameter: the completions with special tokens."""
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-TRUTH_COLUMNS = ("ground_truth", "answer", "solution", "label")
+TRUTH_COLUMNS = ("ground_truth", "answer", "final_answer", "expected_answer", "solution", "label")
 """Columns that may hold the ground truth, besides verl's `reward_model.ground_truth`."""
 MAX_REWARD = 1e15
 """Largest absolute reward. Beyond about 9e15 a float no longer tells neighboring integers apart; and the square of a

@@ -26,8 +26,9 @@ from rlboost.jobs.model_check import (
     path_warning,
 )
 from rlboost.local.layout import DeviceSummary, n_gpus
-from rlboost.shared.data.examples import examples_of, labelled_of, margin_of, pair_of, prompt_of
+from rlboost.shared.data.examples import examples_of, hidden_part, labelled_of, margin_of, pair_of, prompt_of
 from rlboost.shared.data.images import conversation_key, split_images
+from rlboost.shared.data.messages import Messages
 from rlboost.shared.data.rows import (
     BadRow,
     Row,
@@ -290,6 +291,8 @@ class _Seen:
         """The columns of a row, without the prompt -> where the first such row is."""
         self.rows: list[Row] = []
         """The first rows of each source."""
+        self.hidden = ""
+        """Which column may be a part of the prompts that the model does not see; empty if none is."""
 
 
 class Found(NamedTuple):
@@ -404,6 +407,8 @@ def _check(spec: JobSpec, on_part: Callable[[str], None], devices: DeviceSummary
     size = n_parameters(spec) if model_is_here else None
     advice = "" if found[0] or (model_is_here and size is None) else lr_advice(spec, size)
     some = [why for why, n_rows in unrewarded if 0 < n_rows < len(seen.rows)]
+    if seen.hidden:
+        some.append(f"data: {seen.hidden}: put it into the prompt, unless only the reward uses it")
     return Found(
         list(dict.fromkeys(filter(None, found))),
         [*missing_libraries(spec), *filter(None, [path_warning(spec)])],
@@ -566,6 +571,8 @@ def _rows(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
             seen.columns[given] = f"{row.source} {row.place}"
         if is_messages(prompt):
             chat = chat or f"{row.source} {row.place}"
+        if not (seen.hidden or isinstance(spec, OfflineJob) or spec.agent or spec.data.system_prompt is not None):
+            seen.hidden = hidden_part(row.values, rows.prompt_key, prompt)
     if not n_rows:
         return f"{format_source(rows.source)} is empty: it needs one JSON object per line, or one row per problem"
     if chat and not _may_have_chat_template(folder):
@@ -576,7 +583,7 @@ def _rows(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
     return None
 
 
-def _prompt(spec: PromptDataSpec | OfflineDataSpec, key: str, row: Row, *, sees_images: bool) -> object:
+def _prompt(spec: PromptDataSpec | OfflineDataSpec, key: str, row: Row, *, sees_images: bool) -> str | Messages:
     if isinstance(spec, SftDataSpec):
         shown = split_images(row.values, conversation_key(row.values, key)).values if sees_images else row.values
         return examples_of(shown, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
