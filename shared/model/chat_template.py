@@ -44,7 +44,7 @@ def template_extensions() -> tuple[Any, ...]:
     class Generation(Extension):
         """`{% generation %}` around what the assistant has generated, which transformers reads for masks."""
 
-        tags = frozenset({"generation"})
+        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno

@@ -107,6 +107,7 @@ def test_tokens_of_prompts_have_the_logprobs_of_the_weights_that_were_sent(
         assert spans == ([{"version": newest, "start": 1, "end": 1 + len(given)}] if given else [])
     for n in (1, 0):  # as lm-eval and older clients of OpenAI score a text
         asked = {"prompt": prompts, "max_tokens": n, "temperature": 0, "echo": True, "logprobs": n_top}
+        asked["return_tokens_as_token_ids"] = True
         answer = served.http.post("/v1/completions", json=asked).json()
         assert answer["usage"]["completion_tokens"] == n * len(prompts)
         for choice, prompt in zip(answer["choices"], prompts, strict=True):

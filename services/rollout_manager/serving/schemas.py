@@ -380,6 +380,8 @@ class TextPart(_Body):
 
     type: Literal["text"]
     text: str
+    cache_control: Any = None
+    """Accepted and ignored, as in the Messages API."""
 
 
 class ChatMessage(BaseModel):

@@ -182,6 +182,16 @@ def test_known_field_is_unsupported_unless_it_changes_nothing(field: str) -> Non
         assert error_object(caught.value)["param"] == field
 
 
+def test_marks_for_a_cache_change_no_prompt() -> None:
+    """As agents that also speak to Anthropic send them."""
+    part = {"type": "text", "text": "a"}
+    plain, marked = (
+        parse_chat({"model": "j", "messages": [{"role": "user", "content": [one]}]}).messages[0].for_template()
+        for one in (part, part | {"cache_control": {"type": "ephemeral"}})
+    )
+    assert plain == marked
+
+
 async def test_openai_client_may_send_parameters_without_effect(site: Site) -> None:
     create = site.client().completions.create
     harmless = {"metadata": {"a": "b"}, "store": True, "response_format": {"type": "text"}, "top_k": -1}
