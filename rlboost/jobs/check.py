@@ -20,6 +20,7 @@ from rlboost.jobs.model_check import (
     check_environment,
     code_problems,
     complaint,
+    may_have_chat_template,
     missing_libraries,
     model_problems,
     n_parameters,
@@ -280,7 +281,6 @@ _MAX_KINDS_OF_ROWS = 100
 _OWN_REWARDS = "rlboost.rewards."
 _MAX_REWARD_ROWS = 1000
 """Of each source, this many rows are given to the `check_row` of a reward of ours."""
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 class _Seen:
@@ -513,7 +513,7 @@ def _other_model(model: str, field: str, *, scores: bool) -> str | None:
 def _judges(spec: GeneratingJob, seen: _Seen) -> Iterator[str]:
     for judge in (part.judge for part in spec.served_parts if part.judge is not None):
         model = spec.models[judge.model].model
-        if not _may_have_chat_template(Path(model).expanduser()):
+        if not may_have_chat_template(Path(model).expanduser()):
             yield (
                 f"models.{judge.model}.model: {model} has no chat template, with which a judge is asked: use a model "
                 "that has one, or put its chat_template.jinja there"
@@ -575,7 +575,7 @@ def _rows(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
             seen.hidden = hidden_part(row.values, rows.prompt_key, prompt)
     if not n_rows:
         return f"{format_source(rows.source)} is empty: it needs one JSON object per line, or one row per problem"
-    if chat and not _may_have_chat_template(folder):
+    if chat and not may_have_chat_template(folder):
         return (
             f"{chat} has chat messages, but {spec.model} has no chat template: use a model that has one, "
             "put its chat_template.jinja there, or give prompts as text"
@@ -595,13 +595,3 @@ def _prompt(spec: PromptDataSpec | OfflineDataSpec, key: str, row: Row, *, sees_
         return pair_of(row.values, key, spec.chosen_key, spec.rejected_key)[0].prompt
     values = split_images(row.values, key).values if sees_images else row.values
     return prompt_of(values, key, spec.system_prompt).given
-
-
-def _may_have_chat_template(model: Path) -> bool:
-    if not model.is_dir() or any((model / name).exists() for name in _TEMPLATE_FILES):
-        return True
-    try:
-        config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and bool(config.get("chat_template"))
