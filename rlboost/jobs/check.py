@@ -204,31 +204,21 @@ def _gib(n_bytes: int) -> str:
 
 SMALL_MODEL = 10_000_000
 """Parameters; models below it, trained from scratch for tests, need and bear rates of 1e-3."""
-HIGHEST = {
-    ("rl", "full"): 1e-4,
-    ("rl", "lora"): 1e-3,
-    ("sft", "full"): 1e-3,
-    ("sft", "lora"): 5e-3,
-    ("dpo", "full"): 1e-4,
-    ("dpo", "lora"): 1e-3,
-    ("reward", "full"): 1e-3,
-    ("reward", "lora"): 5e-3,
+_RATES = {
+    ("rl", "full"): ("1e-6", 1e-4),
+    ("rl", "lora"): ("1e-5", 1e-3),
+    ("sft", "full"): ("1e-5", 1e-3),
+    ("sft", "lora"): ("1e-4", 5e-3),
+    ("dpo", "full"): ("1e-6", 1e-4),
+    ("dpo", "lora"): ("1e-5", 1e-3),
+    ("reward", "full"): ("1e-5", 1e-3),
+    ("reward", "lora"): ("1e-4", 5e-3),
 }
-"""Highest learning rates of AdamW by kind of job and of weights, about ten times the usual ones or more.
+"""Usual and highest learning rate of AdamW by kind of job and of weights; the highest is ten times the usual or more.
 
 Usual are 1e-6 for RL and DPO of all weights, the default of TRL's and verl's GRPO and of TRL's DPO, and 1e-5 for
 fine-tuning and reward models; LoRA takes ten times these or more, as its product starts at zero.
 """
-_USUAL = {
-    ("rl", "full"): "1e-6",
-    ("rl", "lora"): "1e-5",
-    ("sft", "full"): "1e-5",
-    ("sft", "lora"): "1e-4",
-    ("dpo", "full"): "1e-6",
-    ("dpo", "lora"): "1e-5",
-    ("reward", "full"): "1e-5",
-    ("reward", "lora"): "1e-4",
-}
 
 
 def lr_advice(spec: JobSpec, n_parameters: int | None) -> str:
@@ -244,11 +234,12 @@ def lr_advice(spec: JobSpec, n_parameters: int | None) -> str:
     if n_parameters is not None and n_parameters < SMALL_MODEL:
         return ""
     case = (spec.kind, "full" if spec.adapter is None else "lora")
-    if spec.optimizer.lr <= HIGHEST[case]:
+    usual, highest = _RATES[case]
+    if spec.optimizer.lr <= highest:
         return ""
     size = "a pretrained model" if n_parameters is None else f"a model of {n_parameters / 1e6:.0f} M parameters"
     return (
-        f"optimizer.lr: {spec.optimizer.lr:g} is likely to ruin {size}: start with {_USUAL[case]}, which is usual for "
+        f"optimizer.lr: {spec.optimizer.lr:g} is likely to ruin {size}: start with {usual}, which is usual for "
         f"{'all weights' if case[1] == 'full' else 'LoRA'} with kind: {spec.kind}"
     )
 
@@ -407,6 +398,7 @@ def _check(spec: JobSpec, on_part: Callable[[str], None], devices: DeviceSummary
     # None for a Hugging Face id; a folder that is missing or damaged here may hold a model of any size.
     size = n_parameters(spec) if model_is_here else None
     advice = "" if found[0] or (model_is_here and size is None) else lr_advice(spec, size)
+    nucleus = spec.sampling.advice if spec.kind == "rl" else ""
     some = [why for why, n_rows in unrewarded if 0 < n_rows < len(seen.rows)]
     if seen.hidden:
         some.append(f"data: {seen.hidden}: put it into the prompt, unless only the reward uses it")
@@ -414,7 +406,7 @@ def _check(spec: JobSpec, on_part: Callable[[str], None], devices: DeviceSummary
         list(dict.fromkeys(filter(None, found))),
         [*missing_libraries(spec), *filter(None, [path_warning(spec)])],
         [
-            *filter(None, [advice, _warm_up_advice(spec), _isolation_advice(spec), _nucleus_advice(spec)]),
+            *filter(None, [advice, _warm_up_advice(spec), _isolation_advice(spec), nucleus]),
             *fits.advice,
             *data.advice,
             *some,
@@ -458,10 +450,6 @@ def _isolation_advice(spec: JobSpec) -> str:
     except ForbiddenFunction as error:
         return f"reward.arguments: {error}"
     return ""
-
-
-def _nucleus_advice(spec: JobSpec) -> str:
-    return spec.sampling.advice if spec.kind == "rl" else ""
 
 
 def _notices(spec: JobSpec) -> list[str]:

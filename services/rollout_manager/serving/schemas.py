@@ -47,6 +47,32 @@ def openai_problem(
     return Problem(status, title, detail, headers=headers, error=_error(status, title, detail, param))
 
 
+def invalid_value(param: str, detail: str) -> Problem:
+    """Return the error of a field with a value that is not supported."""
+    return openai_problem(400, "Invalid value", detail, param=param)
+
+
+def require_defaults(
+    given: Mapping[str, Any], defaults: Mapping[str, Sequence[Any]], advice: Mapping[str, str] | None = None
+) -> None:
+    """Check that fields without support have a value that changes nothing.
+
+    Args:
+        given: the fields.
+        defaults: field -> its values that are accepted, none by default.
+        advice: field -> what to do instead of removing it.
+
+    Raises:
+        Problem: 400, naming the first field with another value.
+
+    """
+    for name, value in given.items():
+        accepted = defaults.get(name, ())
+        if value not in accepted:
+            only = f", except for {' or '.join(map(json.dumps, accepted))}" if accepted else ""
+            raise invalid_value(name, f"{name}: not supported{only}: {(advice or {}).get(name, 'remove it')}")
+
+
 def error_object(problem: Problem) -> dict[str, Any]:
     """Return the content of an error's `error`."""
     return dict(problem.extra.get("error") or _error(problem.status, problem.title, problem.detail))
