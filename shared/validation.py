@@ -119,7 +119,9 @@ class Section(BaseModel):
     @classmethod
     def _truths_are_no_numbers(cls, section: object) -> object:
         """Reject what pydantic would read as 1 or 0, such as YAML's yes."""
-        for key in cls.model_fields.keys() & section.keys() if isinstance(section, dict) else ():
+        if not isinstance(section, dict):
+            return section
+        for key in cls.model_fields.keys() & section.keys():
             given = section[key] if isinstance(section[key], list | tuple) else [section[key]]
             truths = [one for one in given if isinstance(one, bool)]
             parts = {*_parts(cls.model_fields[key].annotation)}
