@@ -17,6 +17,7 @@ import structlog
 
 from rlboost.client import Client
 from rlboost.shared.errors import ConfigError, NotFound
+from rlboost.shared.files import sync_path
 from rlboost.shared.model.folder import declare_dtype, non_weight_files
 from rlboost.shared.process.modules import pip_install
 from rlboost.terminal import echo
@@ -99,7 +100,9 @@ def _move(to: NewFolder, *, adapter: bool) -> None:
     for old in (*old_files, *to.out.glob("adapter_config.json")):
         old.unlink()
     for file in sorted(to.scratch.iterdir(), key=lambda path: path.name == settings):
+        sync_path(file)
         file.replace(to.out / file.name)
+    sync_path(to.out)
 
 
 def copy_files(folder: Path, to: NewFolder) -> None:

@@ -34,7 +34,7 @@ from rlboost.shared.ids import new_token
 from rlboost.shared.proxies import aiohttp_session, internal
 from rlboost.shared.secrets import bearer
 from rlboost.shared.tls import client_verification
-from rlboost.shared.validation import describe
+from rlboost.shared.validation import describe, parse_json
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -377,8 +377,8 @@ async def body_of(request: Request) -> dict[str, Any]:
     """Return a request's body, empty if it has none."""
     text = await request.body()
     try:
-        body = json.loads(text) if text else {}
-    except ValueError as error:
+        body = parse_json(text) if text else {}
+    except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused(400, "the body is no JSON object")

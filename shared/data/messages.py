@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlboost.shared.data.rows import parse_json
 from rlboost.shared.data.vision import FAMILIES
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.validation import parse_json
 
 ASSISTANT = "assistant"
 TOOLS = "tools"

@@ -6,6 +6,7 @@ service hold and parse a body of any size.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from rlboost.shared.http.access import (
     system_token,
 )
 from rlboost.shared.http.problem import Problem
+from rlboost.shared.validation import parse_json
 
 log = structlog.get_logger(__name__)
 
@@ -89,7 +91,7 @@ def require_few_values(text: bytes) -> None:
 
 
 class _Request(Request):
-    """A request whose JSON has a limited number of values."""
+    """A request whose JSON has a limited number of values, and no object with a key twice."""
 
     async def json(self) -> Any:
         """Return the body's value, which FastAPI builds in the service's loop."""
@@ -97,7 +99,12 @@ class _Request(Request):
             require_few_values(await self.body())
         except ValueError as error:
             raise HTTPException(413, f"the body is too large: {error}") from error
-        return await super().json()
+        try:
+            return parse_json(await self.body())
+        except json.JSONDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(422, f"body: {error}") from error
 
 
 class Guard:
