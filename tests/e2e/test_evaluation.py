@@ -134,12 +134,17 @@ def kill_within_a_sample(box: BlackBox, observer: Observer, pids: dict[str, int]
     """Kill a worker that has sent a part of a sample, and return its name; `pids` has all that may die."""
     victims: list[str] = []
 
+    def has_partial(name: str) -> bool:
+        sent = {sample for sample, worker in list(observer.flushed) if name_of(worker) == name}
+        return bool(sent - set(observer.finished))
+
     def is_killed() -> bool:
         for name in sorted({name_of(worker) for _, worker in list(observer.flushed)} & set(pids)):
             os.kill(pids[name], signal.SIGSTOP)
-            time.sleep(0.3)  # until what it has sent is delivered
-            sent = {sample for sample, worker in list(observer.flushed) if name_of(worker) == name}
-            if sent - set(observer.finished):
+            within = time.monotonic() + 1.0  # in which a slow manager delivers what was sent whole
+            while (is_partial := has_partial(name)) and time.monotonic() < within:
+                time.sleep(0.05)
+            if is_partial:
                 os.kill(pids[name], signal.SIGKILL)
                 victims.append(name)
                 return True
