@@ -52,6 +52,9 @@ def of_step(client: Client, record: dict[str, Any], step: int | None, *, evaluat
 
 
 def _why_none(record: dict[str, Any]) -> str:
+    if record.get("kind") == "served":
+        job_id = record["id"].rpartition(".")[0]
+        return f"is a model that {job_id} asks, and records no samples: 'rlboost samples {job_id}' shows its scores"
     if record["finished_at"]:
         why = "it generated none (kind: sft or dpo), or it ended more than 7 days ago"
         return f"is {record['state']} and has no samples: {why}"

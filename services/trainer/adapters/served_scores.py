@@ -62,7 +62,7 @@ class ServedScores:
 
     def score(self, logprobs: bytes) -> float | None:
         """See `ScoreTokenizer.score`."""
-        (logprob,) = unpack(logprobs, np.dtype("<f4")).astype(float)
+        logprob = float(unpack(logprobs, np.dtype("<f4")).item())
         p_others = -math.expm1(logprob)
         if not _LEAST_OTHERS < p_others < 1:
             return None

@@ -385,7 +385,10 @@ async def test_verdicts_are_parts_of_the_sum() -> None:
 
 async def test_reward_model_on_workers_that_gives_no_score_drops_the_group() -> None:
     """Else a completion that is too long for it would be rewarded by the other parts alone."""
-    parts = [{"model": "scores", "name": "judge"}, {"judge": {"model": "other", "prompt": "{completion}"}}]
+    parts: list[dict[str, Any]] = [
+        {"model": "scores", "name": "judge"},
+        {"judge": {"model": "other", "prompt": "{completion}"}},
+    ]
     given = {**verdicts(4.0, None), "other": verdicts(1.0, 2.0)["judge"]}
     pool = RewardPool(RewardSpec.model_validate({"functions": parts}), Waits())
     scores = await pool.score(replace(batch(), verdicts=given))

@@ -103,6 +103,12 @@ def test_an_unknown_job_fails(rest: FakeRest) -> None:
     [
         ([], job("running", 0), [], ["no samples yet", "rlboost status j-1"]),
         ([], job("completed", 3, finished_at="2026"), [], ["sft"]),
+        (
+            [],
+            job("running", 0, id="j-1.scores", kind="served"),
+            [],
+            ["j-1.scores is a model that j-1 asks", "samples j-1'"],
+        ),
         (ROWS, job("running", 2), ["--step", "7"], ["step 7", "1-2"]),
         (ROWS[:2], job("running", 2), ["--eval"], ["no evaluation samples"]),
         (ROWS, job("running", 2), ["--eval", "--step", "1"], ["step 1", "steps 2"]),
@@ -112,7 +118,7 @@ def test_missing_samples_are_explained(
     rest: FakeRest, rows: list[Any], state: dict[str, Any], arguments: list[str], words: list[str]
 ) -> None:
     rest.on("GET /v1/jobs/j-1", ok(state))
-    rest.on("GET /v1/jobs/j-1/samples", ok(rows))
+    rest.on(f"GET /v1/jobs/{state['id']}/samples", ok(rows))
     result = samples("j-1", *arguments)
     assert result.exit_code == 1
     assert [word for word in words if word not in result.stderr] == [], result.stderr
