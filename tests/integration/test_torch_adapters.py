@@ -20,7 +20,7 @@ from rlboost.services.rollout_worker.adapters.torch.lora import Adapters  # noqa
 from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
 from rlboost.services.rollout_worker.ports import EngineClosed  # noqa: E402
 from rlboost.shared.errors import UnsuitableWeights  # noqa: E402
-from rlboost.shared.weights.cached_version import AdaptedVersion, CachedVersion  # noqa: E402
+from rlboost.shared.weights.cache import AdaptedVersion, CachedVersion  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
 from tests.support.adapter_versions import (  # noqa: E402
     JOBS,

@@ -41,8 +41,11 @@ from rlboost.shared.data.vision import (  # noqa: E402
 from rlboost.shared.errors import ConfigError  # noqa: E402
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec  # noqa: E402
 from rlboost.shared.model.folder import read_config, read_tensor_shapes  # noqa: E402
-from rlboost.shared.weights.cache import Cache  # noqa: E402
-from rlboost.shared.weights.cached_version import AdaptedVersion, CachedVersion  # noqa: E402
+from rlboost.shared.weights.cache import (  # noqa: E402
+    AdaptedVersion,
+    Cache,
+    CachedVersion,
+)
 from rlboost.shared.weights.torch_tensors import named_shards  # noqa: E402
 from rlboost.shared.wire import F32, I32, pack, unpack  # noqa: E402
 from tests.support import tiny_models, tiny_vision  # noqa: E402

@@ -12,8 +12,7 @@ import structlog
 from rlboost.shared.errors import ConfigError, UnsuitableWeights
 from rlboost.shared.model.folder import tensor_names
 from rlboost.shared.weights.access import IssuedAccess
-from rlboost.shared.weights.cache import Cache
-from rlboost.shared.weights.cached_version import cached_version
+from rlboost.shared.weights.cache import Cache, cached_version
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry
 from rlboost.shared.weights.puller import Puller
