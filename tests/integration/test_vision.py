@@ -18,7 +18,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForImageTextToText  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
 
-from rlboost.services.rollout_worker.adapters.store_weights import ModelFolderSeeder  # noqa: E402
+from rlboost.services.rollout_worker.adapters.model_folder import ModelFolderSeeder  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
 from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder  # noqa: E402
