@@ -15,7 +15,7 @@ from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.groups import ScoredGroup
 from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.metrics import StepTally
-from rlboost.services.trainer.step.training_rows import TrainingRows
+from rlboost.services.trainer.step.run import TrainingRows
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.wire import F32, I32, pack
