@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlboost.services.trainer.adapters.torch.packing import token_batch
+from rlboost.services.trainer.adapters.torch.passes import token_batch
 from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.groups import ScoredGroup
 from rlboost.services.trainer.domain.loss.policy import job_loss

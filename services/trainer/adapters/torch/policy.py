@@ -25,10 +25,10 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from rlboost.services.trainer.adapters.tokens import UNLOADABLE
+from rlboost.services.trainer.adapters.torch.attention import PACKED, one_row_each
 from rlboost.services.trainer.adapters.torch.fsdp import FsdpRank
 from rlboost.services.trainer.adapters.torch.layers import attention_of, require_packed
-from rlboost.services.trainer.adapters.torch.packing import PACKED, one_row_each, token_batch
-from rlboost.services.trainer.adapters.torch.passes import summed_value_loss
+from rlboost.services.trainer.adapters.torch.passes import summed_value_loss, token_batch
 from rlboost.services.trainer.adapters.torch.ranks import (
     Coordinates,
     Launcher,

@@ -16,9 +16,9 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from rlboost.services.trainer.adapters.data import load_tokenizer
+from rlboost.services.trainer.adapters.torch.attention import PACKED, one_row_each
 from rlboost.services.trainer.adapters.torch.layers import attention_of
 from rlboost.services.trainer.adapters.torch.models import whole_model
-from rlboost.services.trainer.adapters.torch.packing import PACKED, one_row_each
 from rlboost.services.trainer.adapters.torch.passes import ScorePass, with_scores
 from rlboost.services.trainer.domain.batches import SequenceRow, pack
 from rlboost.shared.data.messages import ASSISTANT, TEMPLATE_KWARGS, TOOLS, template_kwargs_of, tools_of
