@@ -471,7 +471,7 @@ _MAX_TOKENIZERS = 16
 
 
 class StoreWeights:
-    """The weights, tokenizers and images of one weight store: `WeightSource` of a worker."""
+    """The weights, tokenizers and images of one weight store: a worker's `WeightSource`."""
 
     def __init__(
         self,

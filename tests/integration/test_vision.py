@@ -24,9 +24,9 @@ from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: 
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder  # noqa: E402
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402
 from rlboost.services.trainer.adapters.torch.ranks import Layout  # noqa: E402
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant  # noqa: E402
 from rlboost.services.trainer.domain.loss.function import sft_loss  # noqa: E402
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss  # noqa: E402
+from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow, constant  # noqa: E402
 from rlboost.services.trainer.ports.engine import PolicySettings  # noqa: E402
 from rlboost.shared.data.images import ImageReader  # noqa: E402
 from rlboost.shared.data.vision import (  # noqa: E402

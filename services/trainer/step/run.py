@@ -26,21 +26,21 @@ import numpy as np
 
 from rlboost.services.trainer.domain import advantages
 from rlboost.services.trainer.domain.advantages import NEED_THE_STEP, all_equal, group_advantages
-from rlboost.services.trainer.domain.batches import (
+from rlboost.services.trainer.domain.groups import ScoredGroup
+from rlboost.services.trainer.domain.loss import preference
+from rlboost.services.trainer.domain.loss.function import MISMATCH, add_sums
+from rlboost.services.trainer.domain.metrics import Durations, StepTally
+from rlboost.services.trainer.domain.plan import (
     Accumulate,
     OptimizerStep,
     SequenceRow,
     TrainingRow,
     UpdatePlanner,
     constant,
+    learning_rate,
     pack,
     select,
 )
-from rlboost.services.trainer.domain.groups import ScoredGroup
-from rlboost.services.trainer.domain.loss import preference
-from rlboost.services.trainer.domain.loss.function import MISMATCH, add_sums
-from rlboost.services.trainer.domain.metrics import Durations, StepTally
-from rlboost.services.trainer.domain.plan import learning_rate
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.step.intake import Intake, StepIntake

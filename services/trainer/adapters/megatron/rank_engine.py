@@ -39,7 +39,7 @@ from rlboost.services.trainer.adapters.torch.trainable import (
     MicroBatch,
     Trainable,
 )
-from rlboost.services.trainer.domain.batches import SequenceRow
+from rlboost.services.trainer.domain.plan import SequenceRow
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.wire import RoutedShape

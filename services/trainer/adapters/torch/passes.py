@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rlboost.services.trainer.adapters.torch.attention import Array, ContextGroup, RowLengths, packs_rows, select_rows
 from rlboost.services.trainer.adapters.torch.routing import Balance, Replay, Routers
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.function import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import value_loss
+from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.data.vision import decode, patches, rotary_positions, vision_of
 from rlboost.shared.errors import ConfigError

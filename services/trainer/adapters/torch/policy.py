@@ -40,8 +40,8 @@ from rlboost.services.trainer.adapters.torch.ranks import (
 )
 from rlboost.services.trainer.adapters.torch.tensors import ScratchDir, remove_stale, write_slices
 from rlboost.services.trainer.adapters.weights import RankShards, merged_shards, tensor_of, whole_shards
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, partition, select
 from rlboost.services.trainer.domain.loss.function import LossFn, add_sums
+from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow, partition, select
 from rlboost.services.trainer.ports.engine import (
     PROFILED_BATCHES,
     Exported,

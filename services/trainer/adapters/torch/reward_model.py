@@ -20,7 +20,7 @@ from rlboost.services.trainer.adapters.torch.attention import PACKED, one_row_ea
 from rlboost.services.trainer.adapters.torch.layers import attention_of
 from rlboost.services.trainer.adapters.torch.models import whole_model
 from rlboost.services.trainer.adapters.torch.passes import ScorePass, with_scores
-from rlboost.services.trainer.domain.batches import SequenceRow, pack
+from rlboost.services.trainer.domain.plan import SequenceRow, pack
 from rlboost.shared.data.messages import ASSISTANT, TEMPLATE_KWARGS, TOOLS, template_kwargs_of, tools_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.model.folder import require_scores
