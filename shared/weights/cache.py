@@ -1,6 +1,7 @@
-"""A cache of verified blobs (chunks and deltas) in files on this machine, named by digest; no file is changed.
+"""A cache of verified blobs (chunks and deltas) in files on this machine, and the versions that are read from it.
 
-Bytes that sendfile(2) has queued are read from the file until the peer has acknowledged them, even after it is closed.
+A file is named by its digest and never changed: bytes that sendfile(2) has queued are read from it until the peer has
+acknowledged them, even after it is closed.
 """
 
 from __future__ import annotations
