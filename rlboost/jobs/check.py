@@ -62,7 +62,6 @@ from rlboost.shared.model.folder import (
     count_parameters,
     read_config,
     require_model_files,
-    require_reward_model,
     require_served_model,
 )
 from rlboost.shared.user_code import ForbiddenFunction, check_arguments
@@ -361,9 +360,10 @@ def _check(spec: JobSpec, on_part: Callable[[str], None], devices: DeviceSummary
     found: list[str | None] = [_model(spec.model), _resume(spec.trainer, spec.steps)]
     if spec.held_teacher:
         found.append(_model(spec.held_teacher, TEACHER))
-    found += [_reward_model(model) for model in spec.held_reward_models]
+    found += [_other_model(model, REWARD_MODEL, scores=True) for model in spec.held_reward_models]
     if not isinstance(spec, OfflineJob):
-        found += [_other_model(spec, name) for name in spec.models]
+        for name, other in spec.models.items():
+            found.append(_other_model(other.model, f"models.{name}.model", scores=name in spec.served_reward_models))
     on_part("reading the data")
     seen = _Seen()
     is_offline = isinstance(spec, OfflineJob)
@@ -496,21 +496,10 @@ def _model(model: str, field: str = "model") -> str | None:
     return None
 
 
-def _reward_model(model: str) -> str | None:
-    folder = Path(model).expanduser()
-    try:
-        if (problem := _model(model, REWARD_MODEL)) is None and folder.is_dir():
-            require_reward_model(folder)
-    except ConfigError as error:
-        return str(error)
-    return problem
-
-
-def _other_model(spec: GeneratingJob, name: str) -> str | None:
-    field, model = f"models.{name}.model", spec.models[name].model
+def _other_model(model: str, field: str, *, scores: bool) -> str | None:
     try:
         if (problem := _model(model, field)) is None and (folder := Path(model).expanduser()).is_dir():
-            require_served_model(folder, field, scores=name in spec.served_reward_models)
+            require_served_model(folder, field, scores=scores)
     except ConfigError as error:
         return str(error)
     return problem
