@@ -391,7 +391,7 @@ def job_path(job_id: str) -> str:
 
 
 def _checked(response: httpx.Response) -> httpx.Response:
-    if response.is_success:
+    if response.is_success and not response.headers.get("content-type", "").startswith("text/html"):
         return response
     try:
         response.read()
@@ -399,6 +399,8 @@ def _checked(response: httpx.Response) -> httpx.Response:
         title, detail = str(problem["title"]), str(problem["detail"])
     except (ValueError, KeyError, TypeError):
         title, detail = response.reason_phrase, f"{response.url} answered {response.status_code}: is it this system's?"
+        if response.is_success:
+            title, detail = "Not a manager", f"{response.url} is a web page: give the URL of the manager"
     finally:
         response.close()
     raise ClientError(title, detail, response.status_code)

@@ -34,7 +34,7 @@ from rlboost.shared.ids import new_token
 from rlboost.shared.proxies import aiohttp_session, internal
 from rlboost.shared.secrets import bearer
 from rlboost.shared.tls import client_verification
-from rlboost.shared.validation import describe
+from rlboost.shared.validation import describe, parse_json
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -204,10 +204,10 @@ class Gateway:
         limit = time.monotonic() + SERVE_LIMIT_S
         while True:
             job_id = self.fleet.job_id
-            workers = [one for one in await self.state("/v1/workers") if job_id in (one["job_id"], *_others(one))]
+            workers = [one for one in await self.state("/v1/workers") if job_id in (one["job_id"], *one["alongside"])]
             present = [one for one in workers if one["state"] not in {"lost", "left"}]
             ready = (one for one in present if one["state"] == "ready")
-            versions = [{**_others(one), one["job_id"]: one["weight_version"]}.get(job_id) for one in ready]
+            versions = [{**one["alongside"], one["job_id"]: one["weight_version"]}.get(job_id) for one in ready]
             n_serving = len([one for one in versions if one is not None and one >= version])
             if n_serving or not present:
                 return n_serving
@@ -377,8 +377,8 @@ async def body_of(request: Request) -> dict[str, Any]:
     """Return a request's body, empty if it has none."""
     text = await request.body()
     try:
-        body = json.loads(text) if text else {}
-    except ValueError as error:
+        body = parse_json(text) if text else {}
+    except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused(400, "the body is no JSON object")
@@ -394,9 +394,3 @@ async def given(request: Request, model: type[_Model]) -> _Model:
         )
     except ValidationError as error:
         raise Refused(422, "; ".join(describe(error, model))) from error
-
-
-def _others(worker: Mapping[str, Any]) -> dict[str, int]:
-    """Return the other jobs that a worker serves next to its own, with their versions."""
-    others: dict[str, int] = worker.get("alongside", {})  # a manager of an older release names none
-    return others

@@ -266,7 +266,13 @@ class StateDir:
     def _secret(self, name: str, given: str | None) -> str:
         file = self.path / name
         known = self.last_token if name == "token" else ""
-        secret = clean_secret("RLBOOST_TOKEN", given or "") or self._stored_secret(file) or known
+        stored = self._stored_secret(file) or known
+        secret = clean_secret("RLBOOST_TOKEN", given or "") or stored
+        if name == "token" and stored and secret != stored:
+            self.warnings.append(
+                "RLBOOST_TOKEN is not the token of this folder's last system, whose unfinished jobs do not continue, "
+                "not even under the last token again: cancel them, and go on from a checkpoint with trainer.resume"
+            )
         if not secret:
             if name == "token" and file.exists():
                 self.warnings.append(

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 import re
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +21,7 @@ from pydantic import BeforeValidator
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.process.modules import pip_install
+from rlboost.shared.validation import parse_json
 
 AGENT_ROWS = "agent:rows"
 """Names the rows that the job's agent has itself."""
@@ -275,26 +274,6 @@ def _open_zstd(path: Path, _: str, encoding: str) -> TextIOWrapper:
     except ImportError as error:
         raise ConfigError(f"{path}: .jsonl.zst files need pyarrow: {_INSTALL}") from error
     return TextIOWrapper(input_stream(path, compression="zstd"), encoding=encoding)
-
-
-def parse_json(text: str) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: it is not JSON, or has an object with two keys of one name.
-        RecursionError: it is nested too deep.
-
-    """
-    return json.loads(text, object_pairs_hook=_object)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Else each row has names of its own for its columns: 1,300 bytes in place of 920 for a prompt of 60 words.
-    found = {sys.intern(name): value for name, value in pairs}
-    if len(found) < len(pairs):
-        twice = next(name for i, (name, _) in enumerate(pairs) if any(name == other for other, _ in pairs[:i]))
-        raise ValueError(f"the key {twice!r} is there twice: remove one")
-    return found
 
 
 def _parquet(source: str, path: Path) -> Iterator[Row]:

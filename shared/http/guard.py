@@ -6,6 +6,7 @@ service hold and parse a body of any size.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from rlboost.shared.http.access import (
     system_token,
 )
 from rlboost.shared.http.problem import Problem
+from rlboost.shared.validation import parse_json
 
 log = structlog.get_logger(__name__)
 
@@ -89,7 +91,7 @@ def require_few_values(text: bytes) -> None:
 
 
 class _Request(Request):
-    """A request whose JSON has a limited number of values."""
+    """A request whose JSON has a limited number of values, and no object with a key twice."""
 
     async def json(self) -> Any:
         """Return the body's value, which FastAPI builds in the service's loop."""
@@ -97,7 +99,12 @@ class _Request(Request):
             require_few_values(await self.body())
         except ValueError as error:
             raise HTTPException(413, f"the body is too large: {error}") from error
-        return await super().json()
+        try:
+            return parse_json(await self.body())
+        except json.JSONDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(422, f"body: {error}") from error
 
 
 class Guard:
@@ -146,7 +153,9 @@ class Guard:
                     except _EXPECTED:
                         raise
                     except UnicodeEncodeError as error:
-                        raise Problem(422, "Invalid request", _half(error)) from error
+                        half = error.object[error.start]  # which JSON can have, and no encoding
+                        detail = f"a text has {half!r}, half of a character that UTF-16 writes as two: leave it out"
+                        raise Problem(422, "Invalid request", detail) from error
                     except Exception as error:
                         # Starlette would answer as text and close the connection.
                         log.exception("request_failed", method=request.method, path=request.url.path)
@@ -188,11 +197,6 @@ class Guard:
             "'x-api-key: <token>', with this system's token or one that was created with 'rlboost token create'"
         )
         return Problem(401, "Unauthorized", detail, headers={"WWW-Authenticate": "Bearer"})
-
-
-def _half(error: UnicodeEncodeError) -> str:
-    """Return what is wrong with a text that JSON can have, and no encoding."""
-    return f"a text has {error.object[error.start]!r}, half of a character that UTF-16 writes as two: leave it out"
 
 
 def _limited(request: Request, max_bytes: int) -> Receive:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,10 +11,12 @@ import yaml
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import NO_MAPPING
-from rlboost.shared.validation import DuplicateKey, read_yaml
+from rlboost.shared.validation import DuplicateKey, parse_json, read_yaml
 
+MAX_BYTES = 1 << 20
+"""Of a job file, as of a request to the manager: PyYAML takes minutes for tens of megabytes."""
 # YAML would parse JSON's 1e-06 as text.
-_READERS: Mapping[str, Callable[[str], object]] = {".toml": tomllib.loads, ".json": json.loads}
+_READERS: Mapping[str, Callable[[str], object]] = {".toml": tomllib.loads, ".json": parse_json}
 
 
 def load(path: str, overrides: list[str] | None = None) -> dict[str, Any]:
@@ -27,14 +28,18 @@ def load(path: str, overrides: list[str] | None = None) -> dict[str, Any]:
     """
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        with file.open("rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"job file {path} has more than {MAX_BYTES} bytes: put data into files that it names")
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"job file {path}: {error.strerror or error}: name a file that can be read") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"job file {path} is not UTF-8: {error}") from error
     try:
-        raw = _READERS.get(file.suffix, read_yaml)(text)
-    except (yaml.YAMLError, ValueError) as error:
+        raw = _READERS.get(file.suffix.lower(), read_yaml)(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"job file {path} does not parse: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"job file {path}: {NO_MAPPING}")

@@ -20,6 +20,7 @@ from rlboost.shared.errors import (
     StoreUnavailable,
     Undecodable,
 )
+from rlboost.shared.http.clients import IDENTITY
 from rlboost.shared.http.server_url import is_http_url
 from rlboost.shared.process.waiting import retry_while
 from rlboost.shared.proxies import aiohttp_session, internal
@@ -77,7 +78,8 @@ class StoreClient:
         """
         self.url = url.strip().rstrip("/")
         self._access: Access = SystemToken(access) if isinstance(access, str) else access
-        _check_url(self.url)
+        if not is_http_url(self.url):
+            raise ConfigError(f"weight store URL {self.url!r} is not valid: give http://host:port")
         self._session: aiohttp.ClientSession | None = None
         self._blobs = BlobTransfer(connect_s=_CONNECT_S, stall_s=_STALL_S, follow_redirects=True, route=internal)
 
@@ -258,15 +260,23 @@ class StoreClient:
         content: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> _Answer:
-        headers = {"Authorization": self._authorization(), **(headers or {})}
+        # Proxies that compress an answer change its ETag.
+        headers = {"Authorization": self._authorization(), **IDENTITY, **(headers or {})}
+        url = f"{self.url}{path}"
         with _translated(self.url):
-            async with self._http.request(method, f"{self.url}{path}", data=content, headers=headers) as response:
+            async with self._http.request(
+                method, url, data=content, headers=headers, allow_redirects=False
+            ) as response:
                 body = await response.read()
+                _require_own(
+                    f"{method} {url}",
+                    response.status,
+                    is_page=response.content_type == "text/html",
+                    location=response.headers.get("Location"),
+                )
                 if not response.ok:
                     what = _detail(body, f"{method} {response.url.path}", response.status)
-                    self._raise_for_status(
-                        response.status, f"weight store at {self.url}: {what}", redirected=bool(response.history)
-                    )
+                    self._raise_for_status(response.status, f"weight store at {self.url}: {what}")
                 return _Answer(body, response.headers.get("ETag", ""))
 
     @contextmanager
@@ -276,6 +286,8 @@ class StoreClient:
         except DownloadFailed as error:
             raise StoreUnavailable(f"weight store at {self.url}: {error}") from error
         except BadStatus as error:
+            if not error.redirected:
+                _require_own(f"{request} at {self.url}", error.status, is_page=error.body.lstrip()[:1] == b"<")
             what = f"weight store at {self.url}: {_detail(error.body, request, error.status)}"
             self._raise_for_status(error.status, what, redirected=error.redirected)
 
@@ -296,11 +308,6 @@ async def retry_unavailable(call: Callable[[], Awaitable[T]]) -> T:
     return await retry_while(StoreUnavailable, call)
 
 
-def _check_url(url: str) -> None:
-    if not is_http_url(url):
-        raise ConfigError(f"weight store URL {url!r} is not valid: give http://host:port")
-
-
 @contextmanager
 def _translated(url: str) -> Iterator[None]:
     try:
@@ -309,6 +316,25 @@ def _translated(url: str) -> Iterator[None]:
         raise ConfigError(f"weight store URL {url!r}: {error}; give http://host:port") from error
     except (aiohttp.ClientError, TimeoutError) as error:
         raise StoreUnavailable(f"weight store at {url}: {str(error) or type(error).__name__}") from error
+
+
+def _require_own(request: str, status: int, *, is_page: bool, location: str | None = None) -> None:
+    """Check that a response is the store's own, and not that of a server before it.
+
+    Raises:
+        ConfigError: it is a redirect, or a page in HTML that says no temporary failure.
+
+    """
+    if 300 <= status < 400:
+        raise ConfigError(
+            f"{request} is redirected to {location or 'another address'}, as a weight store does not: the token is not "
+            "sent there; give the store's own URL"
+        )
+    if is_page and status < 500 and status not in {408, 429}:
+        raise ConfigError(
+            f"{request} was answered with a web page and status {status}, not by a weight store: give its URL; a proxy "
+            "must pass on all of its paths, and bodies of 16 MiB (nginx: 'client_max_body_size 16m')"
+        )
 
 
 def _raise_for_status(status: int, what: str, *, redirected: bool = False) -> NoReturn:

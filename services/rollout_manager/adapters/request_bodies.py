@@ -10,6 +10,7 @@ import msgpack
 import numpy as np
 
 from rlboost.services.rollout_manager.ports import InvalidJson
+from rlboost.shared import validation
 from rlboost.shared.wire import I32, pack
 
 SMALL_BODY_BYTES = 64 << 10
@@ -22,13 +23,15 @@ NOT_PACKED = "has a number of more than 64 bits, or too many levels"
 def parse_json(body: bytes) -> Any:
     """Return the value of a JSON text; see `TextProcessor.parse`."""
     try:
-        value = json.loads(body)
+        value = validation.parse_json(body)
     except json.JSONDecodeError as error:
         raise InvalidJson(f"JSON decode error: {error}") from error
     except UnicodeDecodeError as error:
         raise InvalidJson(f"the text is not UTF-8: {error}") from error
     except RecursionError as error:
         raise InvalidJson("the JSON text has too many levels") from error
+    except ValueError as error:
+        raise InvalidJson(f"the JSON text: {error}") from error
     if isinstance(value, dict) and isinstance(prompt := value.get("prompt"), list):
         packed = _column(prompt)
         value["prompt"] = [_column(one) for one in prompt] if packed is prompt else packed

@@ -66,7 +66,7 @@ from rlboost.shared.streams.bus import (
     position,
 )
 from rlboost.shared.streams.fenced_lease import FencedLease
-from rlboost.shared.validation import describe
+from rlboost.shared.validation import describe, parse_json
 from rlboost.shared.wire import I32, floats, ints, pack, unpack
 
 MSGPACK = "application/msgpack"
@@ -587,7 +587,7 @@ async def _parsed(request: Request, kind: type[_B]) -> _B:
         if is_msgpack:
             return kind.model_validate(unpacked(body))
         require_few_values(body)
-        return kind.model_validate(json.loads(body))
+        return kind.model_validate(parse_json(body))
 
     try:
         return await asyncio.to_thread(parse)

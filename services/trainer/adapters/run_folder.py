@@ -25,7 +25,7 @@ from rlboost.services.trainer.domain.plan import TrainingRow
 from rlboost.services.trainer.ports.storage import LoggedSample, RunEnd
 from rlboost.shared import files
 from rlboost.shared.errors import DiskFull, Fatal
-from rlboost.shared.files import append_line, replace_file, write_error
+from rlboost.shared.files import append_line, replace_file, sync_path, write_error
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.run_record import (
     CHAIN,
@@ -150,8 +150,11 @@ class LocalRunFolder:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             yield temporary
+            for path in (*temporary.iterdir(), temporary):
+                sync_path(path)
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
+            sync_path(self._folder)
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:

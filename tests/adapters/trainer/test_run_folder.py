@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlboost.services.trainer.adapters import run_folder
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow
@@ -119,6 +120,25 @@ def test_unwritable_run_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Fatal, match=r"run's folder .*file/run cannot be written"):
         LocalRunFolder(tmp_path / "file" / "run", tmp_path, KEY).begin("{}", 0)
+
+
+def test_export_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A completed job has its model after a power failure, too."""
+    synced: list[str] = []
+
+    def sync(path: Path) -> None:
+        assert path.exists()
+        synced.append(str(path.relative_to(tmp_path)))
+
+    monkeypatch.setattr(run_folder, "sync_path", sync)
+    folder = LocalRunFolder(tmp_path / "run", tmp_path, KEY)
+    data = bytes(16)
+    shard = Shard("a", "float32", (2, 2), (0, 0), (2, 2), memoryview(data))
+    folder.export_adapter([shard], "{}")
+    *content, temporary, parent = synced
+    files = {"adapter_model.safetensors", "adapter_config.json"}
+    assert {*content} == {f"{temporary}/{name}" for name in files}
+    assert (temporary, parent) == ("run/unfinished-adapter", "run")
 
 
 def test_export_adapter_writes_a_peft_directory(tmp_path: Path) -> None:

@@ -66,6 +66,13 @@ def test_an_error_without_a_problem_document_names_the_server(rest: FakeRest, cl
         client.jobs.list()
 
 
+def test_a_web_page_is_no_answer(rest: FakeRest, client: Client) -> None:
+    """Such as that of a proxy, to sign in."""
+    rest.on("GET /v1/jobs", httpx.Response(200, html="<html>"))
+    with pytest.raises(ClientError, match=r"http://api.test/v1/jobs is a web page: give the URL of the manager"):
+        client.jobs.list()
+
+
 def test_patience_ends(rest: FakeRest) -> None:
     rest.on("GET /v1/jobs", httpx.ConnectError("refused"))
     with pytest.raises(ClientError, match=r"http://api.test does not answer \(refused\)") as caught:

@@ -91,7 +91,9 @@ def test_next_system_of_a_folder_has_the_same_token(state: StateDir) -> None:
         first = state.system_token(None)
     with state.owned():
         assert state.system_token(None) == first
+        assert not state.warnings
         assert state.system_token("given") == "given"
+        assert "whose unfinished jobs do not continue" in state.warnings.pop()
     with state.owned():
         assert state.system_token(None) == "given"
     assert len(first) >= 24

@@ -159,7 +159,11 @@ async def test_half_of_a_character_is_rejected_by_name() -> None:
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
         answer = await client.post("/texts", content=b'{"\\ud800": 1}', headers=headers)
+        twice = await client.post("/texts", content=b'{"steps": 1, "steps": 2}', headers=headers)
+        deep = await client.post("/texts", content=b"[" * 100_000, headers=headers)
     assert (answer.status_code, "half of a character" in answer.text) == (422, True)
+    assert (twice.status_code, "the key 'steps' is there twice: remove one" in twice.text) == (422, True)
+    assert deep.status_code == 422
 
 
 @pytest.mark.parametrize(

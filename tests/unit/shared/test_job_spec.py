@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -109,6 +109,12 @@ def test_dates_are_read_whatever_a_library_has_done_to_pyyaml(monkeypatch: pytes
     assert read_yaml("2024-01-31") == date(2024, 1, 31)
 
 
+_BOMB = b"".join(b"a%d: &a%d [%s]\n" % (i, i, b", ".join([b"*a%d" % (i - 1) if i else b"x"] * 9)) for i in range(9))
+_MERGE_BOMB = b"m0: &m0 {a: 1}\n" + b"".join(
+    b"m%d: &m%d {<<: [%s]}\n" % (i, i, b", ".join([b"*m%d" % (i - 1)] * 9)) for i in range(1, 9)
+)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
@@ -119,6 +125,18 @@ def test_dates_are_read_whatever_a_library_has_done_to_pyyaml(monkeypatch: pytes
         ("job.yaml", b"data: {train: a, train: b}", "does not parse: 'train' is given twice: remove one"),
         ("job.toml", b"name: a", "does not parse"),
         ("job.json", b"{'name': 1}", "does not parse"),
+        ("job.json", b'{"steps": 4, "steps": 400}', "does not parse: the key 'steps' is there twice: remove one"),
+        ("job.JSON", b"name: a", "does not parse"),
+        ("job.yaml", b"steps: 012", "does not parse: 012 is a number to the base 8 or 60 in YAML: write it in decimal"),
+        ("job.yaml", b"sampling: {temperature: 0:0.5}", "does not parse: 0:0.5 is a number to the base 8 or 60"),
+        ("job.yaml", b"name: 12:30", "does not parse: 12:30 is a number to the base 8 or 60"),
+        ("job.yaml", b"a: " + b"[" * 2000, "does not parse: its lists and sections are nested too deep"),
+        ("job.json", b"[" * 100_000, "does not parse"),
+        ("job.toml", b"a = " + b"[" * 100_000, "does not parse"),
+        ("job.yaml", _BOMB, "does not parse: with its aliases replaced it has more than"),
+        ("job.yaml", _MERGE_BOMB, "does not parse: with its aliases replaced it has more than"),
+        ("job.yaml", b"a: &a [*a]", "does not parse: with its aliases replaced it has more than"),
+        ("job.yaml", b"#" * (1 << 20) + b"\n", "has more than 1048576 bytes"),
         ("job.yaml", b"", "a job file is a mapping"),
         ("job.json", b"[]", "a job file is a mapping"),
     ],
@@ -128,6 +146,20 @@ def test_a_job_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, text
     file.write_bytes(text)
     with pytest.raises(ConfigError, match=rf"^job file .*{name}:? {told}"):
         load(str(file))
+
+
+def test_a_job_file_may_begin_with_a_byte_order_mark_and_use_aliases(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_bytes(b'\xef\xbb\xbf{"steps": 0, "lr": 1e-06}')
+    (tmp_path / "job.yaml").write_bytes(b"\xef\xbb\xbfa: &a {x: 0, y: 0.5}\r\nb: {<<: *a, x: -10}\r\n")
+    assert load(str(tmp_path / "job.json")) == {"steps": 0, "lr": 1e-6}
+    assert load(str(tmp_path / "job.yaml")) == {"a": {"x": 0, "y": 0.5}, "b": {"x": -10, "y": 0.5}}
+
+
+@pytest.mark.parametrize("wrong", ["steps: yes", "sampling: {temperature: on}", "optimizer: {betas: [true, 0.9]}"])
+def test_a_truth_is_no_number(wrong: str) -> None:
+    key = wrong.partition(":")[0]
+    with pytest.raises(ConfigError, match=rf"{key}.*: should be a number, not true"):
+        parse({**spec("{}"), **cast("dict[str, Any]", read_yaml(wrong))})
 
 
 @pytest.mark.parametrize("wrong", ["steps", "=1", ".steps=1", "data..train=t", "data.=t"])
