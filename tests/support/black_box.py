@@ -264,9 +264,9 @@ class BlackBox:
                 url = self.url + path
                 time.sleep(0.2)
 
-    def events(self, job_id: str) -> list[dict[str, Any]]:
-        """Return what happened in a job that has ended."""
-        text = self._ask("GET", f"/v1/jobs/{job_id}/events").text
+    def events(self, job_id: str, *, follow: bool = True) -> list[dict[str, Any]]:
+        """Return what happened in a job: until its end, which it waits for, or without `follow` until now."""
+        text = self._ask("GET", f"/v1/jobs/{job_id}/events", params={"follow": follow}).text
         return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
 
     def leader(self) -> str:
