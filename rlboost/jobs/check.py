@@ -62,7 +62,7 @@ from rlboost.shared.model.folder import (
     count_parameters,
     read_config,
     require_model_files,
-    require_reward_model,
+    require_served_model,
 )
 from rlboost.shared.user_code import ForbiddenFunction, check_arguments
 
@@ -360,9 +360,10 @@ def _check(spec: JobSpec, on_part: Callable[[str], None], devices: DeviceSummary
     found: list[str | None] = [_model(spec.model), _resume(spec.trainer, spec.steps)]
     if spec.held_teacher:
         found.append(_model(spec.held_teacher, TEACHER))
-    found += [_reward_model(part.model) for part in spec.reward_parts if part.model]
+    found += [_other_model(model, REWARD_MODEL, scores=True) for model in spec.held_reward_models]
     if not isinstance(spec, OfflineJob):
-        found += [_model(other.model, f"models.{name}.model") for name, other in spec.models.items()]
+        for name, other in spec.models.items():
+            found.append(_other_model(other.model, f"models.{name}.model", scores=name in spec.served_reward_models))
     on_part("reading the data")
     seen = _Seen()
     is_offline = isinstance(spec, OfflineJob)
@@ -460,7 +461,7 @@ def _nucleus_advice(spec: JobSpec) -> str:
 
 def _notices(spec: JobSpec) -> list[str]:
     """Return a line for each model and source that is taken for an id of Hugging Face, which may be a typing error."""
-    models = [("model", spec.model), *((REWARD_MODEL, part.model) for part in spec.reward_parts if part.model)]
+    models = [("model", spec.model), *((REWARD_MODEL, model) for model in spec.held_reward_models)]
     if spec.held_teacher:
         models.append((TEACHER, spec.held_teacher))
     if not isinstance(spec, OfflineJob):
@@ -495,18 +496,17 @@ def _model(model: str, field: str = "model") -> str | None:
     return None
 
 
-def _reward_model(model: str) -> str | None:
-    folder = Path(model).expanduser()
+def _other_model(model: str, field: str, *, scores: bool) -> str | None:
     try:
-        if (problem := _model(model, REWARD_MODEL)) is None and folder.is_dir():
-            require_reward_model(folder)
+        if (problem := _model(model, field)) is None and (folder := Path(model).expanduser()).is_dir():
+            require_served_model(folder, field, scores=scores)
     except ConfigError as error:
         return str(error)
     return problem
 
 
 def _judges(spec: GeneratingJob, seen: _Seen) -> Iterator[str]:
-    for judge in (part.judge for part in spec.judges if part.judge is not None):
+    for judge in (part.judge for part in spec.served_parts if part.judge is not None):
         model = spec.models[judge.model].model
         if not _may_have_chat_template(Path(model).expanduser()):
             yield (

@@ -224,7 +224,7 @@ def scoring_parameters(spec: JobSpec) -> int:
         ConfigError: one is not a local folder, or of an unknown kind.
 
     """
-    configs = [read_config(Path(part.model).expanduser()) for part in spec.reward_parts if part.model]
+    configs = [read_config(Path(model).expanduser()) for model in spec.held_reward_models]
     n_processes = spec.reward.workers if spec.reward is not None else 0
     return n_processes * sum(size_of(config).reward_model for config in configs)
 

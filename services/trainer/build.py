@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts
 from rlboost.services.trainer.domain.loss.function import LossFn, sft_loss
 from rlboost.services.trainer.domain.loss.policy import PAIR_LOSS, PolicyLoss, job_loss
 from rlboost.services.trainer.ports.engine import PolicySettings
-from rlboost.services.trainer.ports.samples import Data
+from rlboost.services.trainer.ports.samples import Data, Prompt
 from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
@@ -79,8 +79,8 @@ def build_resources(
     model = find_model(spec.model)
     require_supported(spec, read_config(model))
     data = load_data(spec, model, created, folder / IMAGES)
-    has_images = any(prompt.images for prompt in (*data.train, *data.evaluation))
-    columns = {name for prompt in (*data.train, *data.evaluation) for name in prompt.columns}
+    prompts = (*data.train, *data.evaluation)
+    has_images = any(prompt.images for prompt in prompts)
     places = CheckpointLocations(folder, config.outage_limit_s)
     token = config.token.get_secret_value()
     client = StoreClient(config.weight_store_url, token)
@@ -101,7 +101,7 @@ def build_resources(
         model=model,
         loss=loss,
         data=data,
-        rewards=_rewards(config, spec, waits, folder, data, columns, created),
+        rewards=_rewards(config, spec, waits, folder, prompts, created),
         environments=_environments(spec, waits, folder, data.call_style),
         session_key=None if spec.agent is None else partial(session_key, token),
         checkpoints=places.store(spec.trainer.checkpoints or config.checkpoints, job_id),
@@ -127,7 +127,7 @@ def build_resources(
             spec,
             job_id,
             created,
-            columns,
+            prompts,
             connect=lambda: StoreClient(config.weight_store_url, token),
             folder=folder,
             waits=waits,
@@ -149,23 +149,23 @@ def _rewards(
     spec: JobSpec,
     waits: Waits,
     folder: Path,
-    data: Data,
-    columns: Collection[str],
+    prompts: Sequence[Prompt],
     created: datetime,
 ) -> RewardPool | NoReward:
     if spec.reward is None:
         return NoReward()
     token_origins = config.reward_token_origins.split(",")
+    columns = {name for prompt in prompts for name in prompt.columns}
+    has_chats = any(not isinstance(prompt.given, str) for prompt in prompts)
     log = UserCodeLog(folder / "reward.log")
-    models = {part.model: _scorer(config, spec, part.model, data, created) for part in spec.reward_parts if part.model}
+    models = {model: _scorer(config, spec, model, created, has_chats=has_chats) for model in spec.held_reward_models}
     return RewardPool(spec.reward, waits, log, token_origins=token_origins, columns=columns, models=models)
 
 
-def _scorer(config: Settings, spec: JobSpec, name: str, data: Data, created: datetime) -> RewardModelSource:
+def _scorer(config: Settings, spec: JobSpec, name: str, created: datetime, *, has_chats: bool) -> RewardModelSource:
     """Return a reward model of the job, once its files are checked."""
     folder, trainer = find_model(name, REWARD_MODEL), spec.trainer
     require_reward_model(folder)
-    prompts = (*data.train, *data.evaluation)
     scorer = {
         "folder": str(folder),
         "device": config.device,
@@ -173,7 +173,7 @@ def _scorer(config: Settings, spec: JobSpec, name: str, data: Data, created: dat
         "micro_batch_tokens": trainer.micro_batch_tokens,
         "created": created.isoformat(),
         "chat_template_kwargs": spec.data.chat_template_kwargs,
-        "has_chats": any(not isinstance(prompt.given, str) for prompt in prompts),
+        "has_chats": has_chats,
     }
     return RewardModelSource(scorer, digest_of_weights(folder))
 

@@ -78,6 +78,7 @@ class OfflineJob(TrainingJob):
     conversation: ClassVar[None] = None
     reward: ClassVar[None] = None
     reward_parts: ClassVar[tuple[RewardPart, ...]] = ()
+    held_reward_models: ClassVar[tuple[str, ...]] = ()
     sampling: ClassVar[SamplingSpec] = SamplingSpec()
     """How the served result is sampled."""
 

@@ -191,7 +191,8 @@ class RewardPart(Section):
     url: Address = None
     """HTTP service that scores a group, instead of a function."""
     model: str | None = Field(None, min_length=1)
-    """Folder or Hugging Face id of a reward model that scores a group, instead of a function."""
+    """Reward model that scores each completion, instead of a function: a folder or Hugging Face id, or the name of one
+    under `models`, which workers serve."""
     judge: JudgeSpec | None = None
     """Model that scores each completion, instead of a function."""
     weight: float = Field(1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT)
@@ -238,7 +239,8 @@ class RewardSpec(Section):
     url: Address = None
     """HTTP service that scores a group, instead of a function."""
     model: str | None = Field(None, min_length=1)
-    """Folder or Hugging Face id of a reward model (`kind: reward`) that scores a group, instead of a function."""
+    """Reward model (`kind: reward`) that scores each completion, instead of a function: a folder or Hugging Face id, or
+    the name of one under `models`, which workers serve."""
     judge: JudgeSpec | None = None
     """Model that scores each completion, instead of a function."""
     style: RewardStyle = "auto"
@@ -251,8 +253,8 @@ class RewardSpec(Section):
     timeout_s: float = Field(5.0, gt=0)
     """Seconds for one group, all functions and services together; then the group is dropped."""
     workers: int = Field(1, ge=1, le=MAX_USER_PROCESSES)
-    """Processes that run reward functions, each with all reward models; with `url`, concurrent requests. At most 64, or
-    16 for each CPU."""
+    """Processes that run reward functions, each with all reward models that workers do not serve; with `url`,
+    concurrent requests. At most 64, or 16 for each CPU."""
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:

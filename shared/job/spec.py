@@ -64,8 +64,8 @@ class _RewardedJob(ServiceJob):
     sampling: SamplingSpec = SamplingSpec()
     """How completions are sampled."""
     models: dict[_ModelName, ModelSpec] = Field(default_factory=dict)
-    """Other models that the workers serve while the job runs, by name: a judge of `reward.judge`, a teacher of
-    `algorithm.teacher`, or one that is called at the OpenAI endpoint as `JOB.NAME`."""
+    """Other models that the workers serve while the job runs, by name: a judge of `reward.judge`, a reward model of
+    `reward.model`, a teacher of `algorithm.teacher`, or one that is called at the OpenAI endpoint as `JOB.NAME`."""
 
     @property
     def reward_parts(self) -> tuple[RewardPart, ...]:
@@ -82,18 +82,33 @@ class _RewardedJob(ServiceJob):
         return False
 
     @property
-    def judges(self) -> tuple[RewardPart, ...]:
-        """Return the parts of the reward that a judge gives."""
-        return tuple(part for part in self.reward_parts if part.judge is not None)
+    def served_parts(self) -> tuple[RewardPart, ...]:
+        """Return the parts of the reward that models on workers give: judges, and reward models among `models`."""
+        return tuple(part for part in self.reward_parts if part.judge is not None or part.model in self.models)
+
+    @property
+    def served_reward_models(self) -> frozenset[str]:
+        """Return the names of the reward models that workers serve."""
+        return frozenset(part.model for part in self.served_parts if part.model)
+
+    @property
+    def held_reward_models(self) -> tuple[str, ...]:
+        """Return the folders and ids of the reward models that the reward processes hold."""
+        return tuple(part.model for part in self.reward_parts if part.model and part.model not in self.models)
 
     @model_validator(mode="after")
     def _has_its_judges(self) -> Self:
-        for part in self.judges:
-            if part.judge is not None and part.judge.model not in self.models:
+        for judge in (part.judge for part in self.served_parts if part.judge is not None):
+            if judge.model not in self.models:
                 has = f"it has {', '.join(self.models)}" if self.models else "it has none"
                 raise ValueError(
-                    f"reward.judge.model: {part.judge.model!r} is not among models, and {has}: define "
-                    f"models: {{{part.judge.model}: {{model: FOLDER_OR_ID}}}}"
+                    f"reward.judge.model: {judge.model!r} is not among models, and {has}: define "
+                    f"models: {{{judge.model}: {{model: FOLDER_OR_ID}}}}"
+                )
+            if judge.model in self.served_reward_models:
+                raise ValueError(
+                    f"reward.judge.model: {judge.model!r} is also reward.model, and a reward model writes no verdict: "
+                    "name another model"
                 )
         return self
 

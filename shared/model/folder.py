@@ -198,8 +198,30 @@ REWARD_MODEL = "reward.model"
 """The key of a job file that names a reward model, for errors."""
 
 
-def require_reward_model(model: Path) -> None:
-    """Check the files of a reward model that scores the completions of a job.
+def require_served_model(model: Path, field: str, *, scores: bool) -> None:
+    """Check the files of another model of a job, which workers serve.
+
+    Args:
+        model: its directory.
+        field: the key of the job file that names it.
+        scores: whether it is a reward model. Others generate.
+
+    Raises:
+        ConfigError: names the key.
+
+    """
+    if scores:
+        require_reward_model(model, field)
+        return
+    try:
+        require_model_files(model)
+        require_language_model(read_config(model))
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from error
+
+
+def require_reward_model(model: Path, field: str = REWARD_MODEL) -> None:
+    """Check the files of a reward model that scores the completions of a job; `field` is the key that names it.
 
     Raises:
         ConfigError: names the key of the job file.
@@ -211,7 +233,7 @@ def require_reward_model(model: Path) -> None:
         require_whole_weights(model)
         require_tokenizer(model)
     except ConfigError as error:
-        raise ConfigError(f"{REWARD_MODEL}: {error}") from error
+        raise ConfigError(f"{field}: {error}") from error
 
 
 def digest_of_weights(model: Path) -> str:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -106,9 +107,7 @@ def test_greedy_evaluation_with_a_killed_worker_gives_the_models_accuracy(
         assert command.stderr is not None
         job_id = command.stderr.readline().removeprefix("created ").strip()
         with closing(Observer(box.redis_url, job_id)) as observer:
-            box.until(lambda: bool(makers(observer) & set(pids)), "a spot worker has sent tokens")
-            victim = min(makers(observer) & set(pids))
-            os.kill(pids[victim], signal.SIGKILL)
+            victim = kill_within_a_sample(box, observer, pids)
             printed, trouble = command.communicate(timeout=120)
     assert command.returncode == 0, trouble + box.logs()
 
@@ -131,8 +130,24 @@ def test_greedy_evaluation_with_a_killed_worker_gives_the_models_accuracy(
     assert {name: row[name] for name in row if name.startswith("eval/")} == pytest.approx(metrics)
 
 
-def makers(observer: Observer) -> set[str]:
-    return {name_of(worker) for _, worker in list(observer.flushed)}
+def kill_within_a_sample(box: BlackBox, observer: Observer, pids: dict[str, int]) -> str:
+    """Kill a worker that has sent a part of a sample, and return its name; `pids` has all that may die."""
+    victims: list[str] = []
+
+    def is_killed() -> bool:
+        for name in sorted({name_of(worker) for _, worker in list(observer.flushed)} & set(pids)):
+            os.kill(pids[name], signal.SIGSTOP)
+            time.sleep(0.3)  # until what it has sent is delivered
+            sent = {sample for sample, worker in list(observer.flushed) if name_of(worker) == name}
+            if sent - set(observer.finished):
+                os.kill(pids[name], signal.SIGKILL)
+                victims.append(name)
+                return True
+            os.kill(pids[name], signal.SIGCONT)
+        return False
+
+    box.until(is_killed, "a spot worker has sent a part of a sample")
+    return victims[0]
 
 
 def name_of(worker: str) -> str:

@@ -1,4 +1,7 @@
-"""A reward model learns a rule from pairs, then a policy learns the rule from the reward model, while a worker dies."""
+"""A reward model learns a rule from pairs, then policies learn the rule from the reward model, while workers die.
+
+For one policy the trainer's reward process holds the reward model, for the other the workers serve it.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from tests.support.reward_functions import even_words
 pytestmark = pytest.mark.timeout(600)
 
 LENGTH, STEPS = 8, 12
+PROMPTS, GROUP = 8, 16
 
 
 def write_rows(file: Path, rows: list[dict[str, str]]) -> str:
@@ -61,9 +65,9 @@ def test_a_policy_learns_from_a_reward_model_what_it_learned_from_pairs(
         rule = {"function": "tests.support.reward_functions:even_words", "weight": 0.0}
         policy: dict[str, Any] = {
             "model": model,
-            "data": {"train": prompts, "prompts_per_step": 8},
+            "data": {"train": prompts, "prompts_per_step": PROMPTS},
             "reward": {"functions": [{"model": str(scores)}, rule], "timeout_s": 60},
-            "algorithm": {"group_size": 16},
+            "algorithm": {"group_size": GROUP},
             "sampling": {"max_tokens": LENGTH},
             "optimizer": {"lr": 6e-3},
             "trainer": {"checkpoint_every": 4},
@@ -84,3 +88,21 @@ def test_a_policy_learns_from_a_reward_model_what_it_learned_from_pairs(
         assert {json.dumps(one["reward_models"]) for one in samples} == {
             json.dumps({str(scores): digest_of_weights(scores)})
         }
+
+        parts = [{"model": "scores", "name": "served"}, {"model": str(scores), "name": "held", "weight": 0.0}, rule]
+        served_id = box.submit({**policy, "models": {"scores": {"model": str(scores)}}, "reward": {"functions": parts}})
+        box.until_step(served_id, 3)
+        box.until_busy(f"{served_id}.scores")
+        box.kill("preemptible")
+        box.until_completed(served_id)
+        metrics = [row for row in box.get(f"/v1/jobs/{served_id}/metrics") if "reward/even_words/mean" in row]
+        assert [row["step"] for row in metrics] == list(range(STEPS))
+        assert all(row["groups/dropped"] == 0 for row in metrics)
+        assert metrics[-1]["reward/even_words/mean"] > 0.75
+        for sample in box.get(f"/v1/jobs/{served_id}/samples"):
+            assert sample["rewards"]["served"] == pytest.approx(sample["rewards"]["held"], abs=0.05)  # in bfloat16
+            assert sample["verdicts"]["served"]["job_id"] == f"{served_id}.scores"
+        audit = box.get(f"/v1/jobs/{served_id}.scores/audit")
+        assert audit["requested"] == audit["delivered"] == STEPS * PROMPTS * GROUP
+        assert (audit["dropped"], audit["duplicates"]) == ({}, 0)
+        assert [one["job_id"] for one in box.get(f"/v1/jobs/{served_id}/cost")["models"]] == [f"{served_id}.scores"]

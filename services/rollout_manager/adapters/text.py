@@ -50,7 +50,7 @@ from rlboost.shared.data.messages import Messages, clean_messages
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.framing import send
 from rlboost.shared.model.chat_template import ChatTemplate
-from rlboost.shared.model.folder import merge_eos_ids
+from rlboost.shared.model.folder import is_classifier, merge_eos_ids
 from rlboost.shared.model.tool_calls import CallStyle, style_of_turns
 from rlboost.shared.process.stalls import let_others_run
 from rlboost.shared.process.waiting import count_timeout
@@ -232,6 +232,8 @@ def load_model_files(name: str) -> ModelFiles:
     if growth > MAX_DECODER_GROWTH:
         what = f"the decoder of the tokenizer of model {name} makes texts {growth} times as long"
         raise TokenizationError(f"{what}: at most {MAX_DECODER_GROWTH} times is possible")
+    if is_classifier(config):
+        raise TokenizationError(f"model {name} is a reward model, which scores and generates nothing")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     config = {**config, **(config.get("text_config") or {})}

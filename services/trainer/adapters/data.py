@@ -34,7 +34,7 @@ from rlboost.shared.data.examples import (
     prompt_of,
 )
 from rlboost.shared.data.images import conversation_key, n_before_answer
-from rlboost.shared.data.messages import ASSISTANT
+from rlboost.shared.data.messages import ASSISTANT, TEMPLATE_KWARGS, TOOLS, template_kwargs_of, tools_of
 from rlboost.shared.data.rows import Row, format_source, is_messages, read_rows
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
@@ -104,6 +104,52 @@ def load_tokenizer(model: Path, created: datetime | None, template_kwargs: Mappi
     return LoadedTokenizer(
         tokenizer, config, end_ids, PromptTokenizer(tokenizer, text, end_ids, created, template_kwargs)
     )
+
+
+class RewardTokenizer:
+    """The tokenizer and chat template of a reward model, which may be other than the policy's."""
+
+    def __init__(self, folder: Path, created: datetime, template_kwargs: Mapping[str, Any], *, has_chats: bool) -> None:
+        """Load it from a directory; see `PromptTokenizer` for the arguments.
+
+        Raises:
+            ConfigError: prompts are chat messages (`has_chats`), and it has no chat template.
+
+        """
+        self.loaded = load_tokenizer(folder, created, template_kwargs)
+        if has_chats and self.loaded.tokenizer.chat_template is None:
+            raise ConfigError(
+                "prompts are chat messages, and its tokenizer has no chat template: add chat_template.jinja"
+            )
+
+    def tokens(self, prompt: Any, completion: Any, columns: Mapping[str, Any], *, n_more: int = 0) -> list[int]:
+        """Return the token ids of a prompt with its completion, both in the form of `RewardBatch`.
+
+        Args:
+            prompt: text or messages.
+            completion: likewise.
+            columns: of the row.
+            n_more: how many tokens follow.
+
+        Raises:
+            ConfigError: the tokenizer or the chat template refuses them, or the model has too few positions.
+
+        """
+        prompts = self.loaded.prompts
+        if isinstance(prompt, str):
+            ids = prompts.scored(prompt, completion)
+        else:
+            if prompt[-1]["role"] == ASSISTANT:  # which the completion continues
+                start, (answer,) = prompt[-1], completion
+                prompt, completion = prompt[:-1], [{**answer, "content": start["content"] + answer["content"]}]
+            tools, kwargs = tools_of(columns.get(TOOLS)), template_kwargs_of(columns.get(TEMPLATE_KWARGS))
+            ids = prompts.scored(prompt, completion, tools, kwargs)
+        if not prompts.fit(len(ids) + n_more):
+            raise ConfigError(
+                f"a conversation has {len(ids)} tokens of the reward model, which has {prompts.max_length} "
+                "positions: lower sampling.max_tokens or data.max_prompt_tokens"
+            )
+        return ids
 
 
 def load_data(spec: JobSpec, model: Path, created: datetime | None = None, image_folder: Path | None = None) -> Data:

@@ -53,7 +53,7 @@ def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
     models = [("model", spec.model)]
     if spec.held_teacher:
         models.append((TEACHER, spec.held_teacher))
-    models += [(REWARD_MODEL, part.model) for part in spec.reward_parts if part.model]
+    models += [(REWARD_MODEL, model) for model in spec.held_reward_models]
     if not isinstance(spec, OfflineJob):
         models += [(f"models.{name}.model", other.model) for name, other in spec.models.items()]
     for field, model in models:

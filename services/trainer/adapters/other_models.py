@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlboost.services.trainer.adapters.data import find_model, load_tokenizer
+from rlboost.services.trainer.adapters.served_scores import ServedScores
 from rlboost.services.trainer.adapters.weights import StorePublisher
+from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.ports.storage import OtherModel
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.base import served_id
 from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.job.reward import column_problem
 from rlboost.shared.job.spec import JobSpec
-from rlboost.shared.model.folder import require_model_files
+from rlboost.shared.model.folder import require_served_model
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.torch_tensors import named_shards
@@ -27,7 +29,7 @@ def other_models(
     spec: JobSpec,
     job_id: str,
     created: datetime,
-    columns: Collection[str],
+    prompts: Sequence[Prompt],
     *,
     connect: Callable[[], StoreClient],
     folder: Path,
@@ -40,7 +42,7 @@ def other_models(
         spec: the job file.
         job_id: the job's id.
         created: when the job was created, which chat templates may print.
-        columns: those of the data, without the prompt.
+        prompts: all of the data.
         connect: returns a client of the weight store.
         folder: of the job.
         waits: registry of waits.
@@ -52,31 +54,30 @@ def other_models(
     """
     if isinstance(spec, OfflineJob):
         return {}
-    judges = {part.judge.model for part in spec.judges if part.judge is not None}
-    for part in spec.judges:
-        if part.judge is not None and (problem := column_problem(part.judge.prompt, columns, "the data")):
+    columns = {name for prompt in prompts for name in prompt.columns}
+    judges = [part.judge for part in spec.served_parts if part.judge is not None]
+    for judge in judges:
+        if problem := column_problem(judge.prompt, columns, "the data"):
             raise ConfigError(problem)
     found = {}
     for name, model in spec.models.items():
         field = f"models.{name}.model"
-        place = find_model(model.model, field)
-        try:
-            require_model_files(place)
-        except ConfigError as error:
-            raise ConfigError(f"{field}: {error}") from error
+        place, scores = find_model(model.model, field), None
+        require_served_model(place, field, scores=name in spec.served_reward_models)
+        if name in spec.served_reward_models:
+            try:
+                has_chats = any(not isinstance(prompt.given, str) for prompt in prompts)
+                scores = ServedScores(place, created, spec.data.chat_template_kwargs, has_chats=has_chats)
+            except ConfigError as error:
+                raise ConfigError(f"{field}: {place}: {error}") from error
         serving = served_id(job_id, name)
+        config_json = scores.config_json if scores else (place / "config.json").read_text(encoding="utf-8")
         found[name] = OtherModel(
             serving,
-            StorePublisher(
-                connect(),
-                serving,
-                (place / "config.json").read_text(encoding="utf-8"),
-                folder / f"pulled-{name}",
-                waits,
-                limit_s,
-            ),
-            partial(named_shards, place),
-            JudgeTokenizer(name, place, created) if name in judges else None,
+            StorePublisher(connect(), serving, config_json, folder / f"pulled-{name}", waits, limit_s),
+            scores.shards if scores else partial(named_shards, place),
+            JudgeTokenizer(name, place, created) if name in {judge.model for judge in judges} else None,
+            scores,
         )
     return found
 

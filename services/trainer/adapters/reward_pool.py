@@ -64,7 +64,7 @@ class RewardModelSource(NamedTuple):
 
 
 class RewardPool:
-    """`RewardFunction` over `reward.workers` processes, none if judges give all rewards."""
+    """`RewardFunction` over `reward.workers` processes, none if models on workers give all rewards."""
 
     def __init__(
         self,
@@ -84,14 +84,14 @@ class RewardPool:
             log: where the output of the processes goes.
             token_origins: services that may get `REWARD_TOKEN`, as `origin_of` names them.
             columns: those of the data, without the prompt.
-            models: the reward models, as the job file names them.
+            models: the reward models that the processes hold, as the job file names them; workers serve all others.
 
         """
         self._models = {name: model.digest for name, model in models.items()}
         self._spec = spec
         self._waits = waits
         self._log = log
-        self._functions = [part for part in spec.parts if part.judge is None]
+        self._functions = [part for part in spec.parts if not part.judge and (not part.model or part.model in models)]
         program = _program(spec, self._functions, token_origins, columns, models)
         self._processes = [UserCodeProcess(program, log) for _ in range(spec.workers if self._functions else 0)]
         self._idle: asyncio.LifoQueue[UserCodeProcess] = asyncio.LifoQueue()
@@ -159,13 +159,13 @@ def _program(
 
 
 def _scores(answer: dict[str, Any], batch: RewardBatch, parts: Sequence[RewardPart]) -> Scores:
-    """Check the answer of the reward functions for a group, and combine their rewards with those of judges."""
+    """Check the answer of the reward functions for a group, and combine their rewards with those of served models."""
     if "unusable" in answer:
         reason, detail = answer["unusable"]
         return Scores(None, str(reason), str(detail))
     of_functions = iter(answer["rewards"])
     given: list[Sequence[float | None]] = [
-        next(of_functions) if part.judge is None else [verdict.reward for verdict in batch.verdicts[part.name]]
+        [verdict.reward for verdict in batch.verdicts[part.name]] if part.name in batch.verdicts else next(of_functions)
         for part in parts
     ]
     for part, values in zip(parts, given, strict=True):
@@ -189,7 +189,7 @@ def _scores(answer: dict[str, Any], batch: RewardBatch, parts: Sequence[RewardPa
 
 def _without_verdict(verdict: Verdict) -> str:
     answer = f"; the last of {verdict.tries} answers: {verdict.answer[:_ANSWER_CHARS]!r}" if verdict.answer else ""
-    return f"the judge {verdict.job_id} gave none: {verdict.problem}{answer}"
+    return f"the model {verdict.job_id} gave none: {verdict.problem}{answer}"
 
 
 def _problem(values: Sequence[float | None], n: int) -> tuple[str, str] | None:

@@ -83,11 +83,12 @@ def check(spec: GeneratingJob, n_eval: Sequence[int]) -> None:
         )
     asked = OtherModelIds.of(spec, n_eval)
     if asked.n_numbers > MAX_GROUPS_PER_STEP:
-        who = " and ".join(["the judges"] * bool(spec.judges) + ["the teacher"] * bool(spec.served_teacher))
+        parts, has_judges = spec.served_parts, any(part.judge for part in spec.served_parts)
+        field = "reward.judge.retries" if has_judges else "reward.model" if parts else TEACHER
         raise ConfigError(
-            f"{'reward.judge.retries' if spec.judges else TEACHER}: {who} may be asked {asked.n_numbers} times a step, "
-            f"more than {MAX_GROUPS_PER_STEP}: lower {'it, or ' if spec.judges else ''}data.prompts_per_step, "
-            f"algorithm.group_size, algorithm.resample{', eval.samples' if spec.judges else ''} or agent.max_turns"
+            f"{field}: the models that score may be asked {asked.n_numbers} times a step, more than "
+            f"{MAX_GROUPS_PER_STEP}: lower {'it, or ' if has_judges else ''}data.prompts_per_step, "
+            f"algorithm.group_size, algorithm.resample{', eval.samples' if parts else ''} or agent.max_turns"
         )
     step_ids, section = turn_ids(spec, n_eval), "environment" if spec.agent is None else "agent"
     for ids in step_ids:
@@ -191,9 +192,10 @@ def _with_replacements(ids: TurnIds, spec: GeneratingJob) -> TurnIds:
 
 @dataclass(frozen=True, slots=True)
 class OtherModelIds:
-    """The ids of what judges and teacher of a job are asked: each a group of one sample of the serving job.
+    """The ids of what the models of a reward and the teacher are asked: each a group of one sample of the serving job.
 
-    The teacher counts as the last judge, and the rows of a sample as tries. It scores no evaluation.
+    The parts of the reward that models on workers give are its judges here; a reward model has one try. The teacher
+    counts as the last judge, and the rows of a sample as tries. It scores no evaluation.
     """
 
     n_judges: int
@@ -207,12 +209,12 @@ class OtherModelIds:
     @classmethod
     def of(cls, spec: GeneratingJob, n_eval: Sequence[int]) -> OtherModelIds:
         """Return the ids of a job; `n_eval` is the number of prompts of each held-out set."""
-        sizes = [n for _, _, n in _evaluated(spec, n_eval)] if spec.eval is not None and spec.judges else []
+        sizes = [n for _, _, n in _evaluated(spec, n_eval)] if spec.eval is not None and spec.served_parts else []
         n_groups = len(sizes)
         if isinstance(spec, RlJob):
             sizes.append(spec.algorithm.group_size)
             n_groups = max(n_groups, n_training_groups(spec))
-        tries = [part.judge.tries for part in spec.judges if part.judge is not None]
+        tries = [1 if part.judge is None else part.judge.tries for part in spec.served_parts]
         if spec.served_teacher:
             turns = turn_ids(spec, n_eval).training
             tries.append(1 if spec.agent is None or turns is None else turns.max_turns)  # at most one row for each

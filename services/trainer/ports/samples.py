@@ -240,19 +240,19 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a judge wrote about one completion."""
+    """What a judge or a reward model on workers says of one completion."""
 
     job_id: str
-    """Of the judge's model."""
+    """Of the job that serves the model."""
     reward: float | None
-    """None if no answer has a verdict."""
+    """None if there is none."""
     answer: str
-    """The last answer; empty if there is none."""
+    """A judge's last answer; empty if there is none."""
     spans: Sequence[Span]
     """Which worker generated how many tokens of it with which version."""
     tries: int
     problem: str = ""
-    """Why there is no verdict."""
+    """Why there is no reward."""
 
 
 @dataclass(frozen=True, slots=True)

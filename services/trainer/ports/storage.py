@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.canary_prompts import CanaryPrompts
@@ -249,6 +249,31 @@ class ChatTokenizer(Protocol):
         """Return the text of an int32 column, without special tokens."""
 
 
+class ScoreTokenizer(Protocol):
+    """How a reward model that workers serve is asked: for the log-probability of one token after a conversation."""
+
+    forced: bytes
+    """That token, an int32 column."""
+    vocab_size: int
+    """Number of token ids of the model."""
+
+    def conversation(self, prompt: Any, completion: Any, columns: Mapping[str, Any]) -> bytes:
+        """Return the tokens of a prompt and its completion, in the form of `RewardBatch`; an int32 column.
+
+        Args:
+            prompt: text or messages.
+            completion: likewise.
+            columns: of the row.
+
+        Raises:
+            ConfigError: the model would not see them as they are, or has too few positions.
+
+        """
+
+    def score(self, logprobs: bytes) -> float | None:
+        """Return the score that a float32 column of one log-probability means; None if it is too large to tell."""
+
+
 @dataclass(frozen=True, slots=True)
 class OtherModel:
     """Another model of a job."""
@@ -260,6 +285,8 @@ class OtherModel:
     """Reads its tensors."""
     chat: ChatTokenizer | None = None
     """Set if it is a judge."""
+    scores: ScoreTokenizer | None = None
+    """Set if it is a reward model."""
 
 
 # --- The resources of one job -----------------------------------------------------------------------------------------

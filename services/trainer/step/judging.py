@@ -1,4 +1,4 @@
-"""Asks judges and the teacher of a job about its completions, and reads their verdicts and log-probabilities.
+"""Asks judges, reward models and the teacher of a job about its completions, and reads what they answer.
 
 Each is a model that workers serve as a job of its own (`models` of the job file). A question about a completion is a
 sample of that job, whose id follows from the step, the group, the completion and the try. A trainer that resumes after
@@ -17,6 +17,7 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -25,7 +26,7 @@ from rlboost.services.trainer.domain.groups import WholeGroup
 from rlboost.services.trainer.domain.plan import OtherModelIds, PlannedGroup
 from rlboost.services.trainer.job.job import Job, job_record
 from rlboost.services.trainer.ports.samples import RewardBatch, Verdict
-from rlboost.services.trainer.ports.storage import ChatTokenizer, OtherModel
+from rlboost.services.trainer.ports.storage import OtherModel
 from rlboost.shared.errors import ConfigError, Fatal, WaitTimedOut
 from rlboost.shared.ids import JOB_SHIFT, SampleId, group_of, step_of
 from rlboost.shared.job.reward import JudgeSpec, question
@@ -46,18 +47,18 @@ _Answer = SampleFinished | SampleDropped
 
 
 @dataclass(frozen=True, slots=True)
-class _Judge:
-    """One part of the reward."""
+class _Part:
+    """One part of the reward, which a judge or a reward model gives."""
 
-    part: str
-    """Its name; empty if it is the only one."""
+    name: str
+    """Empty if it is the only one."""
     number: int
-    """Among the judges of the job."""
-    spec: JudgeSpec
+    """Among those that models on workers give."""
     model: OtherModel
-    chat: ChatTokenizer
     job_no: int
     """Of the serving job."""
+    judge: JudgeSpec | None
+    """None: a reward model gives it."""
 
 
 class OtherModels:
@@ -78,17 +79,16 @@ class OtherModels:
 
         """
         spec, serving = job.generating_spec, dict[str, int]()
-        asked = [part.judge.model for part in spec.judges if part.judge is not None] + [spec.served_teacher]
+        asked = [*(part.source for part in spec.served_parts), spec.served_teacher]
         if not any(asked):
             return None
         for name in dict.fromkeys(filter(None, asked)):
             job_id = job.resources.models[name].job_id
             if (record := await job_record(job.bus, job_id)) is None:
-                what = "teacher" if name == spec.served_teacher else "judge"
-                raise Fatal(f"there is no job {job_id}, which serves the {what}: create the job again")
+                raise Fatal(f"there is no job {job_id}, which serves models.{name}: create the job again")
             serving[job_id] = int(record["no"])
         questions, ids = Questions(job, serving), OtherModelIds.of(spec, job.resources.data.n_evaluation)
-        judges = Judges(job, questions, ids) if spec.judges else None
+        judges = Judges(job, questions, ids) if spec.served_parts else None
         return cls(questions, judges, Teacher(job, questions, ids) if spec.served_teacher else None)
 
 
@@ -115,8 +115,10 @@ class Questions:
         self._is_asked = asyncio.Event()
         self._has_progressed = False
         spec = job.generating_spec
-        self._what = " and ".join(["verdicts"] * bool(spec.judges) + ["log-probabilities"] * bool(spec.served_teacher))
-        self._because = f"completions wait to be {'judged' if spec.judges else 'scored'}"
+        has_judges = any(part.judge for part in spec.served_parts)
+        kinds = {"verdicts": has_judges, "scores": spec.served_reward_models, "log-probabilities": spec.served_teacher}
+        self._what = " and ".join(kind for kind, is_asked in kinds.items() if is_asked)
+        self._because = f"completions wait to be {'judged' if has_judges else 'scored'}"
 
     def on_progress(self) -> None:
         """Note that the job got a sample: a worker that generates these may serve another model next."""
@@ -205,7 +207,7 @@ class Questions:
 
 
 class Judges:
-    """The judges of one job."""
+    """The judges and reward models of one job."""
 
     def __init__(self, job: Job, questions: Questions, ids: OtherModelIds) -> None:
         """Ask nothing yet."""
@@ -213,65 +215,127 @@ class Judges:
         self._questions = questions
         self._ids = ids
         self._tokenizing = asyncio.Lock()
-        self._judges = []
-        for number, part in enumerate(job.generating_spec.judges):
-            assert part.judge is not None
-            model = job.resources.models[part.judge.model]
-            assert model.chat is not None, "built without the judge's tokenizer"
-            job_no = questions.serving[model.job_id]
-            self._judges.append(_Judge(part.name, number, part.judge, model, model.chat, job_no))
+        self._parts = []
+        for number, part in enumerate(job.generating_spec.served_parts):
+            model = job.resources.models[part.source]
+            self._parts.append(_Part(part.name, number, model, questions.serving[model.job_id], part.judge))
 
     async def verdicts(self, step: int, planned: PlannedGroup, batch: RewardBatch) -> dict[str, tuple[Verdict, ...]]:
-        """Return what each judge says of a complete group: part of the reward -> a verdict per completion."""
+        """Return what each model says of a complete group: part of the reward -> a verdict per completion."""
         members = range(len(batch.completions))
         found = await asyncio.gather(
-            *(self._verdict(judge, step, planned, member, batch) for judge in self._judges for member in members)
+            *(
+                self._score(part, step, planned, member, batch)
+                if part.judge is None
+                else self._verdict(part, part.judge, step, planned, member, batch)
+                for part in self._parts
+                for member in members
+            )
         )
         n = len(members)
-        return {judge.part: tuple(found[i * n : (i + 1) * n]) for i, judge in enumerate(self._judges)}
+        return {part.name: tuple(found[i * n : (i + 1) * n]) for i, part in enumerate(self._parts)}
 
     async def _verdict(
-        self, judge: _Judge, step: int, planned: PlannedGroup, member: int, batch: RewardBatch
+        self, part: _Part, spec: JudgeSpec, step: int, planned: PlannedGroup, member: int, batch: RewardBatch
     ) -> Verdict:
-        spec, serving, answer = judge.spec, judge.model.job_id, ""
+        serving, chat, answer = part.model.job_id, part.model.chat, ""
+        assert chat is not None, "built without the judge's tokenizer"
         spans: Sequence[Span] = ()
-        columns = {name: values[member] for name, values in batch.columns.items()}
         try:
-            text = question(spec.prompt, batch.prompts[member], batch.completions[member], columns)
+            text = question(spec.prompt, batch.prompts[member], batch.completions[member], _columns(batch, member))
             async with self._tokenizing:
-                prompt = await asyncio.to_thread(judge.chat.question, text, spec.max_tokens)
+                prompt = await asyncio.to_thread(chat.question, text, spec.max_tokens)
         except ConfigError as error:
             return Verdict(serving, None, "", (), 0, str(error))
         except KeyError as error:
             return Verdict(serving, None, "", (), 0, f"its row has no column {error}")
         for attempt in range(spec.tries):
-            group = self._ids.group(judge.job_no, planned, judge.number, member, attempt)
             request = GroupRequested(
                 job_id=serving,
-                group=group,
+                group=self._ids.group(part.job_no, planned, part.number, member, attempt),
                 n=1,
                 prompt=prompt,
                 sampling=Sampling(
                     temperature=spec.temperature,
                     max_tokens=spec.max_tokens,
-                    stop_token_ids=judge.chat.stop_token_ids,
+                    stop_token_ids=chat.stop_token_ids,
                     batch_invariant=self._job.spec.trainer.deterministic,
                 ),
                 # Any version may judge, and the older step comes first.
                 version=step,
                 max_staleness=step,
                 # A sample is drawn by the sum of this and its id, which has the number of the serving job.
-                seed=(planned.seed - (judge.job_no << JOB_SHIFT)) & 0x7FFF_FFFF_FFFF_FFFF,
-                vocab_size=judge.chat.vocab_size,
+                seed=(planned.seed - (part.job_no << JOB_SHIFT)) & 0x7FFF_FFFF_FFFF_FFFF,
+                vocab_size=chat.vocab_size,
             )
             end = await self._questions.answer(request)
             if isinstance(end, SampleDropped):
                 return Verdict(serving, None, answer, (), attempt + 1, f"its question was dropped: {end.reason}")
-            answer, spans = judge.chat.decode(end.tokens), end.spans
+            answer, spans = chat.decode(end.tokens), end.spans
             if (reward := await asyncio.to_thread(spec.reward_in, answer)) is not None:  # it may take a second
                 return Verdict(serving, reward, answer, spans, attempt + 1)
         problem = "its answer has no verdict that judge.parse finds"
         return Verdict(serving, None, answer, spans, spec.tries, problem)
+
+    async def _score(self, part: _Part, step: int, planned: PlannedGroup, member: int, batch: RewardBatch) -> Verdict:
+        serving, scores = part.model.job_id, part.model.scores
+        assert scores is not None, "built without the reward model's tokenizer"
+        shown = batch.prompts[member], batch.completions[member], _columns(batch, member)
+        try:
+            async with self._tokenizing:
+                conversation = await asyncio.to_thread(scores.conversation, *shown)
+        except ConfigError as error:
+            return Verdict(serving, None, "", (), 0, str(error))
+        request = _scored(
+            serving,
+            self._ids.group(part.job_no, planned, part.number, member, 0),
+            (conversation, scores.forced),
+            step,
+            scores.vocab_size,
+            batch_invariant=self._job.spec.trainer.deterministic,
+        )
+        end = await self._questions.answer(request)
+        if isinstance(end, SampleDropped):
+            return Verdict(serving, None, "", (), 1, f"no worker can score it: {end.reason}")
+        if length(end.logprobs) != 1 or (reward := scores.score(end.logprobs)) is None:
+            return Verdict(serving, None, "", end.spans, 1, "its score is missing, or too large to tell")
+        return Verdict(serving, reward, "", end.spans, 1)
+
+
+def _columns(batch: RewardBatch, member: int) -> dict[str, Any]:
+    return {name: values[member] for name, values in batch.columns.items()}
+
+
+def _scored(
+    serving: str,
+    group: int,
+    row: tuple[bytes, bytes],
+    step: int,
+    vocab_size: int,
+    *,
+    temperature: float = 1.0,
+    batch_invariant: bool,
+) -> GroupRequested:
+    """Return the request for the log-probabilities of a row: prompt and completion."""
+    prompt, completion = row
+    return GroupRequested(
+        job_id=serving,
+        group=group,
+        n=1,
+        prompt=prompt,
+        sampling=Sampling(
+            temperature=temperature,
+            max_tokens=length(completion),
+            whole_logprobs=True,
+            forced=completion,
+            batch_invariant=batch_invariant,
+        ),
+        # Any version may score, and the older step comes first.
+        version=step,
+        max_staleness=step,
+        seed=0,
+        vocab_size=vocab_size,
+    )
 
 
 class Teacher:
@@ -325,21 +389,12 @@ class Teacher:
 
     def _request(self, step: int, planned: PlannedGroup, member: int, number: int, row: Row) -> GroupRequested:
         spec, job_no = self._job.generating_spec, self._questions.serving[self._serving]
-        return GroupRequested(
-            job_id=self._serving,
-            group=self._ids.group(job_no, planned, self._ids.n_judges - 1, member, number),
-            n=1,
-            prompt=row.prompt,
-            sampling=Sampling(
-                temperature=spec.sampling.temperature,
-                max_tokens=length(row.completion),
-                whole_logprobs=True,
-                forced=row.completion,
-                batch_invariant=spec.trainer.deterministic,
-            ),
-            # Any version may score, and the older step comes first.
-            version=step,
-            max_staleness=step,
-            seed=0,
-            vocab_size=self._job.resources.data.vocab_size,
+        return _scored(
+            self._serving,
+            self._ids.group(job_no, planned, self._ids.n_judges - 1, member, number),
+            (row.prompt, row.completion),
+            step,
+            self._job.resources.data.vocab_size,
+            temperature=spec.sampling.temperature,
+            batch_invariant=spec.trainer.deterministic,
         )

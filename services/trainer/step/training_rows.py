@@ -80,9 +80,14 @@ def add_conversation_rewards(scores: Scores, group: WholeGroup, *, name: str = "
 
 
 def verdict_fields(verdict: Verdict) -> dict[str, Any]:
-    """Return the published fields of what a judge wrote."""
+    """Return the published fields of what a model on workers says of a completion."""
     fields = asdict(verdict) | {"answer": _without_middle(verdict.answer, _TEXT_CHARS)}
     return fields | {"spans": [list(span) for span in verdict.spans]}
+
+
+def _shown(part: str, verdict: Verdict) -> tuple[str, dict[str, Any]]:
+    """Return the name of a part of the reward, that of its model if it has none, and the fields of its verdict."""
+    return part or verdict.job_id.rpartition(".")[2], verdict_fields(verdict)
 
 
 def sample_summaries(
@@ -111,7 +116,7 @@ def sample_summaries(
                 **({"rewards": {name: values[i] for name, values in scores.parts.items()}} if scores.parts else {}),
                 **({"cost": scores.costs[i]} if scores.costs else {}),
                 **({"reward_models": dict(scores.models)} if scores.models else {}),
-                **({"verdicts": {n or "judge": verdict_fields(v[i]) for n, v in verdicts.items()}} if verdicts else {}),
+                **({"verdicts": dict(_shown(part, given[i]) for part, given in verdicts.items())} if verdicts else {}),
                 "reason": scores.reason,
                 "finish": sample.finish,
                 "n_tokens": len(ints(sample.tokens)),

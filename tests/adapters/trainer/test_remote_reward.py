@@ -190,14 +190,14 @@ async def test_a_service_that_is_busy_is_asked_again(service: Service, start: St
         (200, b'{"rewards": [1]}', "wrong_length", "1 rewards for 2"),
         (200, b'{"rewards": [1, NaN]}', "not_a_number", "nan"),
         (200, b'{"rewards": [1, null]}', "missing", "completion 1"),
-        (503, b"still busy", "raised", "within 1 s; last error: 503 still busy"),
+        (503, b"still busy", "raised", "within 3 s; last error: 503 still busy"),
     ],
 )
 async def test_failed_remote_reward_gives_the_reason(
     service: Service, start: Start, status: int, answer: bytes, reason: str, detail: str
 ) -> None:
     service.answers = [(status, answer)]
-    pool = await start(url=service.url, timeout_s=1)
+    pool = await start(url=service.url, timeout_s=3)
     scores = await pool.score(BATCH)
     assert (scores.rewards, scores.reason) == (None, reason)
     assert detail in scores.detail
@@ -214,7 +214,7 @@ async def test_answer_that_would_fill_the_memory_fails(service: Service, start: 
 
 
 async def test_a_service_that_is_not_there_is_a_reason(start: Start) -> None:
-    pool = await start(url="http://127.0.0.1:1/", timeout_s=0.5)
+    pool = await start(url="http://127.0.0.1:1/", timeout_s=3)
     scores = await pool.score(BATCH)
     assert scores.reason == "raised"
     assert "ConnectError" in scores.detail

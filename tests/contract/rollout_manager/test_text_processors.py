@@ -149,6 +149,7 @@ async def test_text_without_tokens_is_an_error_that_shows_it(text: TextProcessor
     [
         ("tokenizer_config.json", {"eos_token": {"id": 2}}, "KeyError: 'content'"),
         ("config.json", {"text_config": 3}, "TypeError: 'int' object is not a mapping"),
+        ("config.json", {"architectures": ["LlamaForSequenceClassification"]}, "a reward model, which scores and"),
     ],
 )
 async def test_model_files_that_cannot_be_read_are_named(

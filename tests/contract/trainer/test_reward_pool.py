@@ -391,7 +391,7 @@ async def test_judge_alone_needs_no_process_and_may_give_no_reward() -> None:
     scores = await pool.score(replace(batch(), verdicts=verdicts(1.0, None)))
     assert (scores.rewards, scores.reason) == (None, "missing")
     assert scores.detail.startswith(
-        "no reward for completion 1 of the group: the judge j.judge gave none: its answer has no verdict; "
+        "no reward for completion 1 of the group: the model j.judge gave none: its answer has no verdict; "
         "the last of 2 answers: 'hm'"
     )
     await pool.close()

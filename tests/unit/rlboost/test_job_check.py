@@ -360,6 +360,20 @@ def test_judge_needs_a_model_with_a_chat_template(folder: Path) -> None:
     assert check(**judged(model="base")) == []
 
 
+def test_other_models_are_reward_models_where_they_score_and_generate_elsewhere(folder: Path) -> None:
+    reward = {"models": {"scores": {"model": "base"}}, "reward": {"model": "scores"}}
+    (problem,) = check(**reward)
+    assert problem.startswith("models.scores.model: model base is no reward model: config.json has no architecture")
+    (problem,) = check(models={"scores": {"model": "./none"}}, reward={"model": "scores"})
+    assert problem.startswith("models.scores.model: there is no folder ./none")
+    scores = folder / "scores"
+    scores.mkdir()
+    (scores / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
+    (scores / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    (problem,) = check(models={"other": {"model": "scores"}})
+    assert problem.startswith("models.other.model: config.json: the model is a reward model (LlamaForSequenceClass")
+
+
 def test_prompt_of_a_judge_names_columns_that_each_row_has(folder: Path) -> None:
     (folder / "train.jsonl").write_text('{"prompt": "1", "answer": "2"}\n{"prompt": "1"}\n')
     assert check(**judged("{completion}")) == []

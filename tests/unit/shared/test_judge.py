@@ -62,6 +62,10 @@ def test_question_has_the_texts_and_columns_of_the_row() -> None:
         ({"models": {}}, "reward.judge.model: 'judge' is not among models, and it has none: define"),
         ({"models": {"other": {"model": "m"}}}, "'judge' is not among models, and it has other: define"),
         ({"models": {"a.b": {"model": "m"}}}, "ASCII letters, digits, '_' and '-' only"),
+        (
+            {"reward": {"functions": [JOB["reward"], {"model": "judge"}]}},
+            "reward.judge.model: 'judge' is also reward.model, and a reward model writes no verdict",
+        ),
         ({"kind": "sft"}, "a job of kind sft generates nothing: remove "),
         ({"kind": "served", "job": "j-1"}, "kind: 'served' is unknown"),
         ({"reward": {"judge": {"model": "judge", "prompt": "x"}}}, "shows the judge no completion"),

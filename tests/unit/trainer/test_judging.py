@@ -1,4 +1,4 @@
-"""A job whose completions a judge scores: one verdict for each, also across trainers; retries; missing verdicts."""
+"""A job whose completions a judge or a reward model on workers scores: one verdict for each, also across trainers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlboost.shared.messages import Event, GroupRequested, SampleDropped, Sample
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, HashSet
 from rlboost.shared.weights.manifest import Shard
-from rlboost.shared.wire import I32, ints, pack
+from rlboost.shared.wire import F32, I32, floats, ints, pack
 from tests.support.scripted_manager import Answer, ScriptedManager, scripted
 from tests.support.trainer_fakes import MemoryWeights
 from tests.support.trainer_rig import JOB, Rig, spec
@@ -50,6 +50,36 @@ class FakeChat:
         return "".join(map(chr, ints(tokens)))
 
 
+class FakeScores:
+    """A reward model of code points."""
+
+    forced = pack([0], I32)
+    vocab_size = 1 << 16
+
+    def conversation(self, prompt: Any, completion: Any, columns: Any) -> bytes:
+        del columns
+        if len(completion) > 30:
+            raise ConfigError("a conversation is too long")
+        return pack([ord(letter) for letter in f"{prompt}{completion}"], I32)
+
+    def score(self, logprobs: bytes) -> float | None:
+        (found,) = floats(logprobs)
+        return -found if found > -100 else None
+
+
+def scored_spec() -> RlJob:
+    return spec(steps=STEPS, models={"judge": {"model": "small"}}, reward={"model": "judge"})
+
+
+def scored(request: GroupRequested, sample: int) -> Answer:
+    """Answer with a log-probability that depends on the length of the conversation."""
+    assert request.sampling.forced == FakeScores.forced
+    assert (request.sampling.max_tokens, request.sampling.temperature, request.vocab_size) == (1, 1.0, 1 << 16)
+    logprobs = pack([-len(ints(request.prompt)) / 4], F32)
+    changes = {"tokens": request.sampling.forced, "logprobs": logprobs, "spans": [("w-1", 0, 1)]}
+    return scripted(request, sample).model_copy(update=changes)
+
+
 def judged_spec(**judged: Any) -> RlJob:
     judge = {"model": "judge", "prompt": "{prompt}: {completion}", **judged}
     return spec(steps=STEPS, models={"judge": {"model": "small"}}, reward={"judge": judge})
@@ -73,7 +103,7 @@ class JudgedRig(Rig):
 
     def build(self, spec: JobSpec, job_id: str, created: datetime) -> JobResources:
         shard = Shard("w", "uint8", (2,), (0,), (2,), memoryview(b"ab"))
-        judge = OtherModel(SERVING, self.judge_weights, lambda: iter([shard]), FakeChat())
+        judge = OtherModel(SERVING, self.judge_weights, lambda: iter([shard]), FakeChat(), FakeScores())
         return replace(super().build(spec, job_id, created), models={"judge": judge})
 
     @asynccontextmanager
@@ -187,7 +217,7 @@ async def test_judge_that_never_answers_is_a_named_wait_with_a_limit(tmp_path: P
 async def test_job_whose_serving_job_is_unknown_fails(tmp_path: Path) -> None:
     rig = JudgedRig(tmp_path, judged_spec(), length_of)
     ended = await rig.run()
-    assert f"there is no job {SERVING}, which serves the judge: create the job again" in ended.error
+    assert f"there is no job {SERVING}, which serves models.judge: create the job again" in ended.error
 
 
 def test_each_question_of_a_step_has_its_own_id() -> None:
@@ -206,5 +236,53 @@ def test_more_questions_than_a_step_has_ids_are_refused() -> None:
         data={"train": "t.jsonl", "prompts_per_step": 1024},
         algorithm={"group_size": 8, "updates_per_step": 2},
     )
-    with pytest.raises(ConfigError, match=r"reward\.judge\.retries: the judges may be asked 131072 times a step"):
+    with pytest.raises(ConfigError, match=r"reward\.judge\.retries: the models that score may be asked 131072 times"):
+        check(job, [])
+
+
+async def test_each_completion_gets_one_score_of_the_published_reward_model(tmp_path: Path) -> None:
+    rig = JudgedRig(tmp_path, scored_spec(), length_of)
+    rig.judge.script = scored
+    async with rig.judging():
+        await rig.killed_in(3)
+        assert rig.judge.answered
+        assert (await rig.resume()).state == "completed"
+    assert await rig.judge_weights.head() == 0
+    assert len(rig.judge.answered) == STEPS * SAMPLES_PER_STEP
+    assert set(rig.judge.answered.values()) == {1}, "nothing is scored twice"
+    texts = {"".join(map(chr, ints(request.prompt))) for request in rig.judge.requests}
+    for sample in await rig.scored():
+        verdict = sample["verdicts"]["judge"]
+        assert sample["reward"] == verdict["reward"]
+        assert any(verdict["reward"] == len(text) / 4 and text.endswith(sample["completion"]) for text in texts)
+        assert (verdict["job_id"], verdict["spans"], verdict["answer"]) == (SERVING, [["w-1", 0, 1]], "")
+
+
+async def test_completion_without_a_score_has_a_missing_reward(tmp_path: Path) -> None:
+    rig = JudgedRig(tmp_path, scored_spec(), length_of)
+    rig.judge.script = lambda request, sample: scored(request, sample).model_copy(
+        update={"logprobs": pack([-200.0], F32)}
+    )
+    async with rig.judging():
+        ended = await rig.run()
+    assert ended.state == "failed"
+    assert "check reward.model judge; the first: its score is missing, or too large to tell" in ended.error
+
+
+async def test_reward_model_that_never_answers_is_a_named_wait_with_a_limit(tmp_path: Path) -> None:
+    rig = JudgedRig(tmp_path, scored_spec(), length_of)
+    rig.judge.script, rig.samples_limit_s, rig.judge.held = scored, 0.5, {0}
+    async with rig.judging():
+        ended = await rig.run()
+    assert f"for scores of {SERVING} (completions wait to be scored), {SAMPLES_PER_STEP} asked" in ended.error
+
+
+def test_more_scores_than_a_step_has_ids_are_refused() -> None:
+    job = spec(
+        models={"judge": {"model": "small"}},
+        reward={"model": "judge"},
+        data={"train": "t.jsonl", "prompts_per_step": 8192},
+        algorithm={"group_size": 16, "updates_per_step": 2},
+    )
+    with pytest.raises(ConfigError, match=r"reward\.model: the models that score may be asked 131072 times a step"):
         check(job, [])

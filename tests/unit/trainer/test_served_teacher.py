@@ -249,7 +249,7 @@ def test_judge_and_teacher_of_one_model_have_ids_of_their_own() -> None:
 def test_more_rows_than_a_step_has_ids_are_refused() -> None:
     agent = {"function": "m:agent", "max_turns": 16_384}
     job = taught_spec(agent=agent, reward=None)
-    with pytest.raises(ConfigError, match=r"algorithm\.teacher\.model: the teacher may be asked \d+ times a step"):
+    with pytest.raises(ConfigError, match=r"algorithm\.teacher\.model: the models that score may be asked \d+ times"):
         check(job, [])
     check(taught_spec(**GAME), [])
 

@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from rlboost.services.trainer.adapters.data import load_tokenizer
+from rlboost.services.trainer.adapters.data import RewardTokenizer
 from rlboost.services.trainer.adapters.torch.layers import attention_of
 from rlboost.services.trainer.adapters.torch.models import whole_model
 from rlboost.services.trainer.adapters.torch.packing import PACKED, one_row_each
 from rlboost.services.trainer.adapters.torch.passes import ScorePass, with_scores
 from rlboost.services.trainer.domain.batches import SequenceRow, pack
-from rlboost.shared.data.messages import ASSISTANT, TEMPLATE_KWARGS, TOOLS, template_kwargs_of, tools_of
-from rlboost.shared.errors import ConfigError
 from rlboost.shared.model.folder import require_scores
 from rlboost.shared.wire import I32
 from rlboost.shared.wire import pack as pack_column
@@ -62,16 +60,12 @@ class RewardModel:
             torch.set_num_threads(1)
         source, torch_dtype, place = Path(folder), getattr(torch, dtype), torch.device(device)
         require_scores(source)
-        loaded = load_tokenizer(source, datetime.fromisoformat(created), chat_template_kwargs)
-        if has_chats and loaded.tokenizer.chat_template is None:
-            raise ConfigError(
-                "prompts are chat messages, and its tokenizer has no chat template: add chat_template.jinja"
-            )
-        attention = attention_of(loaded.config)
+        when = datetime.fromisoformat(created)
+        self._tokenizer = RewardTokenizer(source, when, chat_template_kwargs, has_chats=has_chats)
+        attention = attention_of(self._tokenizer.loaded.config)
         module = whole_model(source, attention, torch_dtype, scores=True).to(place).requires_grad_(False)
         with_scores(module)
         self._passes = ScorePass(module, dtype=torch_dtype, device=place)
-        self._tokens = loaded.prompts
         self._packs_rows = attention == PACKED
         self._micro_batch_tokens = micro_batch_tokens
 
@@ -84,25 +78,14 @@ class RewardModel:
 
         """
         columns = {name: values[0] for name, values in request["columns"].items()}
-        rows = [self._row(*one, columns) for one in zip(request["prompts"], request["completions"], strict=True)]
+        pairs = zip(request["prompts"], request["completions"], strict=True)
+        rows = [_row(self._tokenizer.tokens(*pair, columns)) for pair in pairs]
         batches, scores = pack(rows, self._micro_batch_tokens), [0.0] * len(rows)
         for batch in batches if self._packs_rows else one_row_each(batches):
             for i, score in zip(batch, self._passes([rows[i] for i in batch]).tolist(), strict=True):
                 scores[i] = score
         return scores
 
-    def _row(self, prompt: Any, completion: Any, columns: Mapping[str, Any]) -> SequenceRow:
-        if isinstance(prompt, str):
-            ids = self._tokens.scored(prompt, completion)
-        else:
-            if prompt[-1]["role"] == ASSISTANT:  # which the completion continues
-                start, (answer,) = prompt[-1], completion
-                prompt, completion = prompt[:-1], [{**answer, "content": start["content"] + answer["content"]}]
-            tools, kwargs = tools_of(columns.get(TOOLS)), template_kwargs_of(columns.get(TEMPLATE_KWARGS))
-            ids = self._tokens.scored(prompt, completion, tools, kwargs)
-        if not self._tokens.fit(len(ids)):
-            raise ConfigError(
-                f"a conversation has {len(ids)} tokens of the reward model, which has {self._tokens.max_length} "
-                "positions: lower sampling.max_tokens or data.max_prompt_tokens"
-            )
-        return SequenceRow(pack_column(ids[:-1], I32), pack_column(ids[-1:], I32))
+
+def _row(ids: list[int]) -> SequenceRow:
+    return SequenceRow(pack_column(ids[:-1], I32), pack_column(ids[-1:], I32))
