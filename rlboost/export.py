@@ -369,7 +369,8 @@ async def _pulled(url: str, token: str, request: ExportRequest, base: Path | Non
     except ImportError as error:
         raise ConfigError(f"export {_NEEDS}") from error
     async with StoreClient(url, token) as client:
-        version = _choose(request, await _retained_versions(client, request.job_id))
+        stored = await client.model(request.job_id)
+        version = _choose(request, [] if stored is None else [one.version for one in stored.versions])
         cache = Cache(to.scratch.parent / "pulled")
         waits = Waits()
         puller = Puller(client, cache, waits, limit_s=_PULL_LIMIT_S)
@@ -399,11 +400,6 @@ async def _show(waits: Waits) -> None:
         await asyncio.sleep(_SHOW_EVERY_S)
         for wait in waits.current():
             echo(f"rlboost: {wait.because}", err=True)
-
-
-async def _retained_versions(client: Any, job_id: str) -> list[int]:
-    model = await client.model(job_id)
-    return [] if model is None else [version.version for version in model.versions]
 
 
 def _choose(request: ExportRequest, retained: list[int]) -> int:

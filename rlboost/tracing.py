@@ -330,7 +330,7 @@ class SampleTraces:
 def _conversation(fields: Mapping[str, Any], job_id: str) -> Iterator[Span]:
     """Yield the trace of a scored conversation: what of its time was the model's, and what was not."""
     turns = [message for message in fields.get("messages", ()) if message.get("time")]
-    if not turns or "began_at" not in fields:  # an earlier version's event has no times
+    if not turns:
         return
     began, until, called = fields["began_at"], 0.0, ""
     children: list[Span] = []

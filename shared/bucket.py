@@ -7,7 +7,7 @@ Google Cloud Storage and Azure support it, and the weight store's lease checks t
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -159,13 +159,8 @@ class Bucket:
             except FileNotFoundError:
                 # Raised by stores without bulk deletion, after one missing object; delete the others one by one.
                 for path in paths:
-                    await self._remove_one(path)
-
-    async def _remove_one(self, path: str) -> None:
-        try:
-            await obstore.delete_async(self._store, path)
-        except FileNotFoundError:
-            return
+                    with suppress(FileNotFoundError):
+                        await obstore.delete_async(self._store, path)
 
     async def sizes(self, folder: str) -> dict[str, int]:
         """Return the name relative to `folder` and the size in bytes of every object in it."""

@@ -98,8 +98,12 @@ def _user_part(tb: TracebackType | None) -> TracebackType | None:
 
 def _place(tb: TracebackType | None) -> str:
     """Return the file and line of the innermost frame that is no library's."""
-    places = [(frame, line) for frame, line in traceback.walk_tb(tb) if not (_is_host(frame) or _is_library(frame))]
-    places = places or list(traceback.walk_tb(tb))
+    frames = list(traceback.walk_tb(tb))
+    places = [
+        (frame, line)
+        for frame, line in frames
+        if not (_is_host(frame) or _is_stdlib(frame) or _SITE in frame.f_code.co_filename)
+    ] or frames
     if not places:
         return ""
     frame, line = places[-1]
@@ -117,10 +121,6 @@ def _is_host(frame: FrameType) -> bool:
 def _is_stdlib(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     return file.startswith((_STDLIB, "<frozen ")) and _SITE not in file
-
-
-def _is_library(frame: FrameType) -> bool:
-    return _is_stdlib(frame) or _SITE in frame.f_code.co_filename
 
 
 # --- Which functions a job file may name ------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ _TRL_ONLY = ("log_extra", "log_metric", "trainer_state")
 RAW_ARGUMENTS = ("completions_raw",)
 """Ours, for functions of TRL's signature that have such a parameter: the completions with special tokens."""
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-TRUTH_COLUMNS = ("ground_truth", "answer", "solution", "label")
+TRUTH_COLUMNS = ("ground_truth", "answer", "final_answer", "expected_answer", "solution", "label")
 """Columns that may hold the ground truth, besides verl's `reward_model.ground_truth`."""
 MAX_REWARD = 1e15
 """Largest absolute reward. Beyond about 9e15 a float no longer tells neighboring integers apart; and the square of a

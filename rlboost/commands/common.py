@@ -160,6 +160,11 @@ def print_json(data: object) -> None:
     echo(json.dumps(data))
 
 
+def print_answer(answer: object, text: object, *, as_json: bool) -> None:
+    """Print an answer as one line of JSON, or as a text for people."""
+    echo(json.dumps(answer) if as_json else text)
+
+
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table, without a header if all column names are empty; 200 columns wide if the width is unknown."""
     from rich.table import Table  # noqa: PLC0415 - keeps --help quick

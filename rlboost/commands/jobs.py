@@ -25,6 +25,7 @@ from rlboost.commands.common import (
     command,
     connect,
     output_width,
+    print_answer,
     print_json,
     print_table,
 )
@@ -223,11 +224,8 @@ def run(
         )
     with connect(state) as client:
         created = client.jobs.create(job)
-    if as_json:
-        print_json(created)
-    else:
-        shows = command(f"{'status' if follow else 'follow'} {created['id']}", state)
-        echo(f"created {created['id']}: '{shows}' shows its progress")
+    shows = command(f"{'status' if follow else 'follow'} {created['id']}", state)
+    print_answer(created, f"created {created['id']}: '{shows}' shows its progress", as_json=as_json)
     if follow:
         follow_job(created["id"], state, from_step=0, as_json=as_json)
 
@@ -320,10 +318,7 @@ def logs(
     """Print a job's events, and what all processes log about it, on every machine."""
     with connect(state) as client:
         for line in client.jobs.logs(client.jobs.find(job)["id"], follow=follow):
-            if as_json:
-                print_json({"line": line})
-            else:
-                echo(line)
+            print_answer({"line": line}, line, as_json=as_json)
 
 
 def pause(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
@@ -355,11 +350,9 @@ def profile(
     with connect(state) as client:
         found = client.jobs.find(job)
         answer = client.jobs.profile(found["id"], steps)
-    if as_json:
-        print_json(answer)
-    else:
-        logs = command(f"logs {found['id']}", state)
-        echo(f"{found['id']} will record its next {steps} step{'s' * (steps > 1)}: '{logs}' shows where")
+    logs = command(f"logs {found['id']}", state)
+    text = f"{found['id']} will record its next {steps} step{'s' * (steps > 1)}: '{logs}' shows where"
+    print_answer(answer, text, as_json=as_json)
 
 
 def _act(
@@ -372,10 +365,8 @@ def _act(
     with connect(state) as client:
         found = client.jobs.find(job)
         answer = getattr(client.jobs, action)(found["id"])
-    if as_json:
-        print_json(answer)
-    else:
-        echo(f"{found['id']} {f'is {goal} and stays so' if found['state'] == goal else effect}")
+    result = f"is {goal} and stays so" if found["state"] == goal else effect
+    print_answer(answer, f"{found['id']} {result}", as_json=as_json)
 
 
 # --- `rlboost ps`: local processes, jobs and workers ------------------------------------------------------------------

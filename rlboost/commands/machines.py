@@ -21,6 +21,7 @@ from rlboost.commands.common import (
     StateOption,
     connect,
     new_app,
+    print_answer,
     print_json,
     print_table,
     requested_endpoint,
@@ -87,10 +88,7 @@ def drain(
             if process:
                 folder.set_drained(process, False)
             raise
-    if as_json:
-        print_json(answer)
-    else:
-        echo(f"{worker_id} is draining: it hands off its samples and exits")
+    print_answer(answer, f"{worker_id} is draining: it hands off its samples and exits", as_json=as_json)
     if warning := _drain_warning(worker_id, workers):
         echo(f"rlboost: warning: {warning}", err=True)
 
@@ -329,10 +327,7 @@ def revoke(
     """Revoke an access token: it is rejected after at most 2 seconds."""
     with connect(state) as client:
         client.tokens.revoke(token)
-    if as_json:
-        print_json({"id": token, "revoked": True})
-    else:
-        echo(f"token {token} is revoked")
+    print_answer({"id": token, "revoked": True}, f"token {token} is revoked", as_json=as_json)
 
 
 def _seconds(text: str) -> float:

@@ -19,6 +19,7 @@ from rlboost.commands.common import (
     StateOption,
     command,
     connect,
+    print_answer,
     print_json,
     requested_endpoint,
 )
@@ -146,10 +147,8 @@ def down(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> Non
     from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise
 
     stopped = stop(StateDir(state))
-    if as_json:
-        print_json({"stopped": stopped})
-    else:
-        echo(f"stopped the system in {state}" if stopped else f"no system ran in {state}")
+    text = f"stopped the system in {state}" if stopped else f"no system ran in {state}"
+    print_answer({"stopped": stopped}, text, as_json=as_json)
 
 
 def require_packages(*packages: str, extra: str = "local") -> None:

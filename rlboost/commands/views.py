@@ -20,6 +20,7 @@ from rlboost.commands.common import (
     connect,
     endpoint,
     output_width,
+    print_answer,
     print_json,
 )
 from rlboost.commands.system import require_packages
@@ -59,10 +60,7 @@ def page(
         with connect(state) as client:
             created = client.tokens.create("read", name="read-only page", expires_s=_READ_ONLY_S)
         link = f"{url}/#token={created['secret']}&read-only"
-    if as_json:
-        print_json({"url": link, "read_only": read_only})
-    else:
-        echo(link)
+    print_answer({"url": link, "read_only": read_only}, link, as_json=as_json)
     if show:
         typer.launch(link)
 

@@ -204,10 +204,10 @@ class Gateway:
         limit = time.monotonic() + SERVE_LIMIT_S
         while True:
             job_id = self.fleet.job_id
-            workers = [one for one in await self.state("/v1/workers") if job_id in (one["job_id"], *_others(one))]
+            workers = [one for one in await self.state("/v1/workers") if job_id in (one["job_id"], *one["alongside"])]
             present = [one for one in workers if one["state"] not in {"lost", "left"}]
             ready = (one for one in present if one["state"] == "ready")
-            versions = [{**_others(one), one["job_id"]: one["weight_version"]}.get(job_id) for one in ready]
+            versions = [{**one["alongside"], one["job_id"]: one["weight_version"]}.get(job_id) for one in ready]
             n_serving = len([one for one in versions if one is not None and one >= version])
             if n_serving or not present:
                 return n_serving
@@ -394,9 +394,3 @@ async def given(request: Request, model: type[_Model]) -> _Model:
         )
     except ValidationError as error:
         raise Refused(422, "; ".join(describe(error, model))) from error
-
-
-def _others(worker: Mapping[str, Any]) -> dict[str, int]:
-    """Return the other jobs that a worker serves next to its own, with their versions."""
-    others: dict[str, int] = worker.get("alongside", {})  # a manager of an older release names none
-    return others

@@ -172,7 +172,8 @@ def guarded_app(
         if not api_key and not _is_local(named := request.headers.get("Host", ""), host):
             advice = f"use http://localhost or http://{host}, or set {variable}"
             return error_answer(403, f"the Host {named!r} is not this machine's: {advice}")
-        if api_key and request.url.path != "/health" and not _has_key(request, api_key):
+        is_open = not api_key or request.url.path == "/health"
+        if not is_open and not is_token(credential_of(request.headers), api_key):
             how = "send it as bearer token, or as http://key:KEY@host"
             return error_answer(401, f"the API key is missing or wrong: {how}")
         response: Response = await answer(request)
@@ -187,10 +188,6 @@ def _is_local(named: str, host: str) -> bool:
         name = urlsplit(f"//{named}").hostname or ""
         return name in {"localhost", host.lower()} or ip_address(name).is_loopback
     return False
-
-
-def _has_key(request: Request, api_key: str) -> bool:
-    return is_token(credential_of(request.headers), api_key)
 
 
 def error_answer(status: int, message: str) -> JSONResponse:

@@ -20,14 +20,16 @@ from rlboost.jobs.model_check import (
     check_environment,
     code_problems,
     complaint,
+    may_have_chat_template,
     missing_libraries,
     model_problems,
     n_parameters,
     path_warning,
 )
 from rlboost.local.layout import DeviceSummary, n_gpus
-from rlboost.shared.data.examples import examples_of, labelled_of, margin_of, pair_of, prompt_of
+from rlboost.shared.data.examples import examples_of, hidden_part, labelled_of, margin_of, pair_of, prompt_of
 from rlboost.shared.data.images import conversation_key, split_images
+from rlboost.shared.data.messages import Messages
 from rlboost.shared.data.rows import (
     BadRow,
     Row,
@@ -202,31 +204,21 @@ def _gib(n_bytes: int) -> str:
 
 SMALL_MODEL = 10_000_000
 """Parameters; models below it, trained from scratch for tests, need and bear rates of 1e-3."""
-HIGHEST = {
-    ("rl", "full"): 1e-4,
-    ("rl", "lora"): 1e-3,
-    ("sft", "full"): 1e-3,
-    ("sft", "lora"): 5e-3,
-    ("dpo", "full"): 1e-4,
-    ("dpo", "lora"): 1e-3,
-    ("reward", "full"): 1e-3,
-    ("reward", "lora"): 5e-3,
+_RATES = {
+    ("rl", "full"): ("1e-6", 1e-4),
+    ("rl", "lora"): ("1e-5", 1e-3),
+    ("sft", "full"): ("1e-5", 1e-3),
+    ("sft", "lora"): ("1e-4", 5e-3),
+    ("dpo", "full"): ("1e-6", 1e-4),
+    ("dpo", "lora"): ("1e-5", 1e-3),
+    ("reward", "full"): ("1e-5", 1e-3),
+    ("reward", "lora"): ("1e-4", 5e-3),
 }
-"""Highest learning rates of AdamW by kind of job and of weights, about ten times the usual ones or more.
+"""Usual and highest learning rate of AdamW by kind of job and of weights; the highest is ten times the usual or more.
 
 Usual are 1e-6 for RL and DPO of all weights, the default of TRL's and verl's GRPO and of TRL's DPO, and 1e-5 for
 fine-tuning and reward models; LoRA takes ten times these or more, as its product starts at zero.
 """
-_USUAL = {
-    ("rl", "full"): "1e-6",
-    ("rl", "lora"): "1e-5",
-    ("sft", "full"): "1e-5",
-    ("sft", "lora"): "1e-4",
-    ("dpo", "full"): "1e-6",
-    ("dpo", "lora"): "1e-5",
-    ("reward", "full"): "1e-5",
-    ("reward", "lora"): "1e-4",
-}
 
 
 def lr_advice(spec: JobSpec, n_parameters: int | None) -> str:
@@ -242,11 +234,12 @@ def lr_advice(spec: JobSpec, n_parameters: int | None) -> str:
     if n_parameters is not None and n_parameters < SMALL_MODEL:
         return ""
     case = (spec.kind, "full" if spec.adapter is None else "lora")
-    if spec.optimizer.lr <= HIGHEST[case]:
+    usual, highest = _RATES[case]
+    if spec.optimizer.lr <= highest:
         return ""
     size = "a pretrained model" if n_parameters is None else f"a model of {n_parameters / 1e6:.0f} M parameters"
     return (
-        f"optimizer.lr: {spec.optimizer.lr:g} is likely to ruin {size}: start with {_USUAL[case]}, which is usual for "
+        f"optimizer.lr: {spec.optimizer.lr:g} is likely to ruin {size}: start with {usual}, which is usual for "
         f"{'all weights' if case[1] == 'full' else 'LoRA'} with kind: {spec.kind}"
     )
 
@@ -279,7 +272,6 @@ _MAX_KINDS_OF_ROWS = 100
 _OWN_REWARDS = "rlboost.rewards."
 _MAX_REWARD_ROWS = 1000
 """Of each source, this many rows are given to the `check_row` of a reward of ours."""
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 class _Seen:
@@ -290,6 +282,8 @@ class _Seen:
         """The columns of a row, without the prompt -> where the first such row is."""
         self.rows: list[Row] = []
         """The first rows of each source."""
+        self.hidden = ""
+        """Which column may be a part of the prompts that the model does not see; empty if none is."""
 
 
 class Found(NamedTuple):
@@ -404,12 +398,15 @@ def _check(spec: JobSpec, on_part: Callable[[str], None], devices: DeviceSummary
     # None for a Hugging Face id; a folder that is missing or damaged here may hold a model of any size.
     size = n_parameters(spec) if model_is_here else None
     advice = "" if found[0] or (model_is_here and size is None) else lr_advice(spec, size)
+    nucleus = spec.sampling.advice if spec.kind == "rl" else ""
     some = [why for why, n_rows in unrewarded if 0 < n_rows < len(seen.rows)]
+    if seen.hidden:
+        some.append(f"data: {seen.hidden}: put it into the prompt, unless only the reward uses it")
     return Found(
         list(dict.fromkeys(filter(None, found))),
         [*missing_libraries(spec), *filter(None, [path_warning(spec)])],
         [
-            *filter(None, [advice, _warm_up_advice(spec), _isolation_advice(spec), _nucleus_advice(spec)]),
+            *filter(None, [advice, _warm_up_advice(spec), _isolation_advice(spec), nucleus]),
             *fits.advice,
             *data.advice,
             *some,
@@ -453,10 +450,6 @@ def _isolation_advice(spec: JobSpec) -> str:
     except ForbiddenFunction as error:
         return f"reward.arguments: {error}"
     return ""
-
-
-def _nucleus_advice(spec: JobSpec) -> str:
-    return spec.sampling.advice if spec.kind == "rl" else ""
 
 
 def _notices(spec: JobSpec) -> list[str]:
@@ -508,7 +501,7 @@ def _other_model(model: str, field: str, *, scores: bool) -> str | None:
 def _judges(spec: GeneratingJob, seen: _Seen) -> Iterator[str]:
     for judge in (part.judge for part in spec.served_parts if part.judge is not None):
         model = spec.models[judge.model].model
-        if not _may_have_chat_template(Path(model).expanduser()):
+        if not may_have_chat_template(Path(model).expanduser()):
             yield (
                 f"models.{judge.model}.model: {model} has no chat template, with which a judge is asked: use a model "
                 "that has one, or put its chat_template.jinja there"
@@ -566,9 +559,11 @@ def _rows(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
             seen.columns[given] = f"{row.source} {row.place}"
         if is_messages(prompt):
             chat = chat or f"{row.source} {row.place}"
+        if not (seen.hidden or isinstance(spec, OfflineJob) or spec.agent or spec.data.system_prompt is not None):
+            seen.hidden = hidden_part(row.values, rows.prompt_key, prompt)
     if not n_rows:
         return f"{format_source(rows.source)} is empty: it needs one JSON object per line, or one row per problem"
-    if chat and not _may_have_chat_template(folder):
+    if chat and not may_have_chat_template(folder):
         return (
             f"{chat} has chat messages, but {spec.model} has no chat template: use a model that has one, "
             "put its chat_template.jinja there, or give prompts as text"
@@ -576,7 +571,7 @@ def _rows(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
     return None
 
 
-def _prompt(spec: PromptDataSpec | OfflineDataSpec, key: str, row: Row, *, sees_images: bool) -> object:
+def _prompt(spec: PromptDataSpec | OfflineDataSpec, key: str, row: Row, *, sees_images: bool) -> str | Messages:
     if isinstance(spec, SftDataSpec):
         shown = split_images(row.values, conversation_key(row.values, key)).values if sees_images else row.values
         return examples_of(shown, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
@@ -588,13 +583,3 @@ def _prompt(spec: PromptDataSpec | OfflineDataSpec, key: str, row: Row, *, sees_
         return pair_of(row.values, key, spec.chosen_key, spec.rejected_key)[0].prompt
     values = split_images(row.values, key).values if sees_images else row.values
     return prompt_of(values, key, spec.system_prompt).given
-
-
-def _may_have_chat_template(model: Path) -> bool:
-    if not model.is_dir() or any((model / name).exists() for name in _TEMPLATE_FILES):
-        return True
-    try:
-        config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and bool(config.get("chat_template"))

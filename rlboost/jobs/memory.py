@@ -330,9 +330,9 @@ def _on_each_gpu(model: TrainedModel, weights: float, optimizer: float, spec: Tr
     return (in_replica * weights + updated * optimizer) / (spec.tensor_parallel * spec.pipeline_parallel)
 
 
-def kv_token_bytes(n_layers: int, n_kv_heads: int, head_dim: int, element_bytes: int = 2) -> int:
-    """Return the keys and values of one token in all layers; elements of bfloat16 have 2 bytes."""
-    return 2 * n_layers * n_kv_heads * head_dim * element_bytes
+def kv_token_bytes(n_layers: int, n_kv_heads: int, head_dim: int) -> int:
+    """Return the bytes of keys and values of one token in all layers, in bfloat16."""
+    return 2 * n_layers * n_kv_heads * head_dim * 2
 
 
 def engine_bytes(n_parameters: int, kv_bytes_per_token: int, max_tokens: int, tensor_parallel: int) -> int:

@@ -445,3 +445,17 @@ def _errors_of(checks: Iterable[Callable[[], Any]]) -> list[str]:
 
 def _needs_torch(problem: str) -> bool:
     return "No module named 'torch'" in problem and not is_installed("torch")
+
+
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+
+
+def may_have_chat_template(model: Path) -> bool:
+    """Return False if a model's folder is here and has no chat template."""
+    if not model.is_dir() or any((model / name).exists() for name in _TEMPLATE_FILES):
+        return True
+    try:
+        config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))

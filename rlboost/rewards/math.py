@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -25,8 +26,11 @@ _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 """Any of them in a text marks where its mathematics is."""
 _GSM8K = "####"
 """Stands between a solution of GSM8K and its answer."""
-_NULLS = frozenset({"nan", "none", "null", "<na>", "n/a", "[]", "{}"})
-"""What other tools write where a value is missing; as mathematics, these would be products of variables."""
+_NULLS = frozenset({"nan", "none", "null", "<na>", "n/a", "[]", "{}", "proof", "notfound"})
+"""What other tools write where a value is missing; as mathematics, these would be products of variables. The last two
+are NuminaMath's, for problems without an answer."""
+_WITH_EXPONENT = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}\s*")
+"""A number as programs write it; as mathematics, e would be a symbol."""
 
 
 def score(
@@ -94,7 +98,7 @@ def _text_of(truth: object) -> str:
         answer = truth.rpartition(_GSM8K)[2]
         if answer.strip().casefold() in _NULLS or not answer.strip(" \t\r\n#"):
             raise _UnusableError("is no answer")
-        return answer
+        return f"{Decimal(answer.strip()):f}" if _WITH_EXPONENT.fullmatch(answer) else answer
     if isinstance(truth, int) and not isinstance(truth, bool):
         return str(truth)
     if isinstance(truth, float) and math.isfinite(truth):

@@ -167,7 +167,7 @@ def _add_in_order(app: FastAPI, tinker: Tinker) -> None:
     def add(path: str, model: type[_Model], work: Callable[[str, _Model], Awaitable[Result]]) -> None:
         async def route(request: Request) -> dict[str, str]:
             body = await request.body()
-            order = _order(body)
+            order = _read(_Order, body)
             return submit(order.model_id, order.seq_id, body, lambda adapter: work(adapter, _read(model, body)))
 
         app.post(path)(route)
@@ -189,10 +189,6 @@ def _add_in_order(app: FastAPI, tinker: Tinker) -> None:
 class _Order(BaseModel):
     model_id: str
     seq_id: int
-
-
-def _order(body: bytes) -> _Order:
-    return _read(_Order, body)
 
 
 def _add_models(app: FastAPI, tinker: Tinker) -> None:

@@ -32,6 +32,8 @@ MARGIN = "margin"
 LABEL = "label"
 """The column that says whether a completion is right."""
 _COMPLETION = "completion"
+_ALPACA = ("input", "history")
+"""Columns of what else an `instruction` is about."""
 
 
 class TextExample(NamedTuple):
@@ -76,6 +78,8 @@ def examples_of(
     tools, kwargs = tools_of(values.get(TOOLS)), template_kwargs_of(values.get(TEMPLATE_KWARGS))
     find = _turns if every_turn else _last_turns
     found = find(values, prompt_key, completion_key)
+    if hidden := hidden_part(values, prompt_key, found.prompt if isinstance(found, TextExample) else found[0]):
+        raise ConfigError(f"{hidden}: put it into the prompt, or remove the column")
     if isinstance(found, TextExample):
         _require_no_options(tools, kwargs)
         _require_text(found.prompt, prompt_key)
@@ -275,6 +279,22 @@ def _answer(values: dict[str, Any], prompt_key: str, key: str) -> Example:
             "or move what comes before the last to the prompt"
         )
     return examples[0]
+
+
+def hidden_part(values: Mapping[str, Any], prompt_key: str, prompt: str | Messages) -> str:
+    """Return what says that a part of the prompt is in a column that the model does not see; empty if none is.
+
+    Such columns are those of a system prompt and, next to an `instruction`, those of Alpaca.
+    """
+    shown = prompt if isinstance(prompt, str) else ""
+    has_system = not isinstance(prompt, str) and any(one.get("role") in ("system", "developer") for one in prompt)
+    names = [*(() if has_system else ("system", "system_prompt")), *(_ALPACA if prompt_key == "instruction" else ())]
+    for name in names:
+        value = values.get(name)
+        given = value.strip() if isinstance(value, str) else value if name in _ALPACA else None
+        if name != prompt_key and given and str(given) not in shown:
+            return f"the column {name!r} ({value!r:.60}) is not shown to the model"
+    return ""
 
 
 class RlPrompt(NamedTuple):

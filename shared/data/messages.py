@@ -77,9 +77,14 @@ def parsed_messages(given: object) -> object:
     JSON, also with a key `role` whose value is no role of chats, is text.
 
     Raises:
-        ConfigError: it is a text of messages in another form.
+        ConfigError: it is a text of messages in another form, or a list of those of ShareGPT.
 
     """
+    if isinstance(given, list) and given and all(isinstance(m, dict) and _is_sharegpt(m) for m in given):
+        raise ConfigError(
+            "its messages have 'from' and 'value', as ShareGPT's: give them 'role' and 'content', with the roles "
+            "system, user, assistant and tool"
+        )
     if not isinstance(given, str) or not given.lstrip().startswith(("[", "{")):
         return given
     try:
@@ -93,6 +98,10 @@ def parsed_messages(given: object) -> object:
     if _PRINTED.match(given) or (objects and all(one.get("from") in _ROLES and "value" in one for one in found)):
         raise ConfigError(f"{given!r:.60} is a text of chat messages: give a list of them with role and content")
     return given
+
+
+def _is_sharegpt(message: Mapping[str, Any]) -> bool:
+    return message.get("role") is None and "from" in message and "value" in message
 
 
 def is_to_train(message: Mapping[str, Any], where: str) -> bool | None:

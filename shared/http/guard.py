@@ -146,7 +146,9 @@ class Guard:
                     except _EXPECTED:
                         raise
                     except UnicodeEncodeError as error:
-                        raise Problem(422, "Invalid request", _half(error)) from error
+                        half = error.object[error.start]  # which JSON can have, and no encoding
+                        detail = f"a text has {half!r}, half of a character that UTF-16 writes as two: leave it out"
+                        raise Problem(422, "Invalid request", detail) from error
                     except Exception as error:
                         # Starlette would answer as text and close the connection.
                         log.exception("request_failed", method=request.method, path=request.url.path)
@@ -188,11 +190,6 @@ class Guard:
             "'x-api-key: <token>', with this system's token or one that was created with 'rlboost token create'"
         )
         return Problem(401, "Unauthorized", detail, headers={"WWW-Authenticate": "Bearer"})
-
-
-def _half(error: UnicodeEncodeError) -> str:
-    """Return what is wrong with a text that JSON can have, and no encoding."""
-    return f"a text has {error.object[error.start]!r}, half of a character that UTF-16 writes as two: leave it out"
 
 
 def _limited(request: Request, max_bytes: int) -> Receive:

@@ -382,14 +382,9 @@ def _send_some(sock: socket.socket, file: BinaryIO, at: int, end: int) -> int:
 
 async def _writable(sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_writer(sock, _set, ready)
+    ready = asyncio.Event()
+    loop.add_writer(sock, ready.set)
     try:
-        await ready
+        await ready.wait()
     finally:
         loop.remove_writer(sock)
-
-
-def _set(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)

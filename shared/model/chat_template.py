@@ -13,7 +13,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -32,9 +32,25 @@ _TAGS = re.compile(r"""(['"])(?=[^'"\\\s]*[<\[/])([^'"\\\s]{3,60})\1""")
 """Texts of a template such as '</think>', which it may look for in a message."""
 THINKING_TAG = re.compile("think|channel|reason", re.IGNORECASE)
 """Tags of thoughts, which the content of a message may have."""
-_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-"""Tags of transformers, for masks of the assistant's tokens."""
 _PROBE = "qzm9999mzq"
+
+
+@cache
+def template_extensions() -> tuple[Any, ...]:
+    """Return the extensions of Jinja that chat templates may use, as in transformers."""
+    from jinja2.ext import Extension, loopcontrols  # noqa: PLC0415 - only for chats
+    from jinja2.nodes import Scope  # noqa: PLC0415 - likewise
+
+    class Generation(Extension):
+        """`{% generation %}` around what the assistant has generated, which transformers reads for masks."""
+
+        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    return (Generation, loopcontrols)
 
 
 def text_after_answer(rendered: str, end: str) -> str | None:
@@ -230,9 +246,9 @@ class ChatTemplate:
         """The names that the template reads from its arguments; all words if jinja2 does not know one of its tags."""
         from jinja2 import Environment, TemplateSyntaxError, meta  # noqa: PLC0415 - only for rows with arguments
 
-        environment = Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"])  # it renders nothing
+        environment = Environment(autoescape=True, extensions=template_extensions())  # it renders nothing
         try:
-            return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", self._source)))
+            return meta.find_undeclared_variables(environment.parse(self._source))
         except TemplateSyntaxError:
             return set(re.findall(r"\w+", self._source))
 

@@ -138,7 +138,8 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
         return EXIT_CONFIG
     secrets = [*config.secrets, *secrets_of_environment()]
     logs.configure(name, level=config.log_level, form=config.log_format, secrets=secrets)
-    _warn_of_ignored_variables()
+    for problem in ignored(os.environ):
+        log.warning("variable_ignored", problem=problem)
     # For child processes, too.
     os.environ.update({CA_VARIABLE: config.tls_ca} if config.tls_ca else {})
     os.environ.update({PROXY_VARIABLE: config.proxy} if config.proxy else {})
@@ -173,11 +174,6 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
         reported = _report(name, group, EXIT_FAILED)
         code = code or reported
     return code
-
-
-def _warn_of_ignored_variables() -> None:
-    for problem in ignored(os.environ):
-        log.warning("variable_ignored", problem=problem)
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -77,7 +77,8 @@ class StoreClient:
         """
         self.url = url.strip().rstrip("/")
         self._access: Access = SystemToken(access) if isinstance(access, str) else access
-        _check_url(self.url)
+        if not is_http_url(self.url):
+            raise ConfigError(f"weight store URL {self.url!r} is not valid: give http://host:port")
         self._session: aiohttp.ClientSession | None = None
         self._blobs = BlobTransfer(connect_s=_CONNECT_S, stall_s=_STALL_S, follow_redirects=True, route=internal)
 
@@ -294,11 +295,6 @@ class StoreClient:
 async def retry_unavailable(call: Callable[[], Awaitable[T]]) -> T:
     """Repeat an idempotent call while the store is unavailable; the caller's wait bounds the time."""
     return await retry_while(StoreUnavailable, call)
-
-
-def _check_url(url: str) -> None:
-    if not is_http_url(url):
-        raise ConfigError(f"weight store URL {url!r} is not valid: give http://host:port")
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import socket
-import ssl
 import threading
 import time
 from base64 import b64encode
@@ -145,9 +144,7 @@ def _connection(scheme: str, host: str, port: int | None, timeout_s: float) -> h
     return http.client.HTTPConnection(host, port, timeout=timeout_s)
 
 
-@cache
-def _tls() -> ssl.SSLContext:
-    return verifying_context()
+_tls = cache(verifying_context)
 
 
 def _credential(proxy: SplitResult) -> dict[str, str]:

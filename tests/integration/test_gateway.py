@@ -105,6 +105,22 @@ def test_tokens_of_prompts_have_the_logprobs_of_the_weights_that_were_sent(
         spans = choice["prompt_weight_versions"]
         newest = served.http.get("/weight_info").json()["weight_version"]
         assert spans == ([{"version": newest, "start": 1, "end": 1 + len(given)}] if given else [])
+    for n in (1, 0):  # as lm-eval and older clients of OpenAI score a text
+        asked = {"prompt": prompts, "max_tokens": n, "temperature": 0, "echo": True, "logprobs": n_top}
+        asked["return_tokens_as_token_ids"] = True
+        answer = served.http.post("/v1/completions", json=asked).json()
+        assert answer["usage"]["completion_tokens"] == n * len(prompts)
+        for choice, prompt in zip(answer["choices"], prompts, strict=True):
+            lists = choice["logprobs"]
+            assert {len(lists[name]) for name in lists} == {len(prompt) + n}
+            assert lists["tokens"][: len(prompt)] == [f"token_id:{token}" for token in prompt]
+            assert lists["token_logprobs"][0] is lists["top_logprobs"][0] is None
+            expected = tiny_models.logprobs(model(20), prompt[:1], prompt[1:])
+            assert lists["token_logprobs"][1 : len(prompt)] == pytest.approx(expected, abs=1e-4)
+            places = zip(lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True)
+            for name, value, top in [*places][1:]:
+                assert top[name] == value
+                assert len(top) in {max(n_top, 1), n_top + 1}
 
 
 @pytest.mark.parametrize(
@@ -248,6 +264,9 @@ def test_pause_holds_new_requests_and_wait_ends_those_in_flight(served: Served) 
         ("/v1/completions", {"model": "other", "prompt": PROMPT}, 404, "'other' does not exist"),
         ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": -1}, 400, "prompt_logprobs"),
         ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 0, "stream": True}, 400, "prompt_logprobs: they are"),
+        ("/v1/completions", {"prompt": PROMPT, "echo": True, "stream": True}, 400, "echo: prompts are not streamed"),
+        ("/v1/completions", {"prompt": PROMPT, "echo": True, "prompt_logprobs": 0}, 400, "prompt_logprobs: echo"),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 0}, 400, "max_tokens: 0 tokens need echo"),
         ("/v1/completions", {"prompt": [[5, 6]] * 600, "prompt_logprobs": 0}, 400, "600 completions and 600 prompts"),
         ("/v1/completions", {"prompt": [1 << 20, 5], "prompt_logprobs": 0}, 400, "outside the model's"),
         (

@@ -49,7 +49,7 @@ from rlboost.services.rollout_manager.ports import (
 from rlboost.shared.data.messages import Messages, clean_messages
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.framing import send
-from rlboost.shared.model.chat_template import ChatTemplate
+from rlboost.shared.model.chat_template import ChatTemplate, template_extensions
 from rlboost.shared.model.folder import is_classifier, merge_eos_ids
 from rlboost.shared.model.tool_calls import CallStyle, style_of_turns
 from rlboost.shared.process.stalls import let_others_run
@@ -118,9 +118,7 @@ def _compiled(source: str) -> Any:
     def to_json(value: Any, **options: Any) -> str:
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=template_extensions())
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)

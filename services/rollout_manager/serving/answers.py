@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from operator import itemgetter
@@ -68,6 +68,11 @@ class Delta:
         )
 
 
+def token_namer(model: ServedModel, body: CompletionBody | ChatBody) -> Callable[[int], str]:
+    """Return what names a token in logprobs."""
+    return "token_id:{}".format if body.return_tokens_as_token_ids else model.token_text
+
+
 class Choice:
     """One completion as the client sees it, built from chunks."""
 
@@ -84,6 +89,7 @@ class Choice:
         last = ints(prompt[-CONTEXT_TOKENS * I32.itemsize :])
         self._detokenizer = Detokenizer(model.decode if calls is None else model.decode_raw, last, body.stops)
         self._has_logprobs, self._has_stops = body.has_logprobs, bool(body.stops)
+        self._name = token_namer(model, body)
         self._offset = 0
         """The number of characters of all single tokens so far."""
         self.n_tokens = 0
@@ -113,12 +119,12 @@ class Choice:
             finish = "tool_calls" if calls and finish == "stop" else finish
         self.n_tokens += used
         tokens = chunk.tokens[:used]
-        texts = [self._model.token_text(token) for token in tokens] if self._has_logprobs else []
+        texts = [self._name(token) for token in tokens] if self._has_logprobs else []
         offsets = list(accumulate(map(len, texts), initial=self._offset))
         self._offset = offsets.pop()
         logprobs = [max(logprob, MIN_LOGPROB) for logprob in chunk.logprobs[:used]]
         top = [
-            [(self._model.token_text(token), max(logprob, MIN_LOGPROB)) for token, logprob in one]
+            [(self._name(token), max(logprob, MIN_LOGPROB)) for token, logprob in one]
             for one in chunk.top_logprobs[:used]
         ] or [[] for _ in texts]
         stop, versions = self._detokenizer.stop, _weight_versions(chunk.spans, self.n_tokens) if finish else ()
@@ -210,39 +216,67 @@ def _weight_versions(spans: Sequence[tuple[str, int, int]], n_tokens: int) -> li
 
 
 class PromptLogprobs:
-    """vLLM's `prompt_logprobs`: for each token of a prompt but the first its own, and the most likely ones'.
+    """A prompt's text and log-probabilities: each token of it but the first has its own, and the most likely ones'."""
 
-    The rank of a token is null unless it is among the most likely ones. Alongside, the versions of the tokens' weights.
-    """
+    def __init__(self, model: ServedModel, body: CompletionBody, prompt: bytes, text: str | bytes) -> None:
+        """Start with the first token, which has none.
 
-    def __init__(self, model: ServedModel) -> None:
-        """Start with the first token, which has none."""
-        self._model = model
-        self._found: list[dict[str, Any] | None] = [None]
+        Args:
+            model: whose tokens these are.
+            body: the request.
+            prompt: a column of token ids.
+            text: the prompt as the client gave it.
+
+        """
+        self._model, self._prompt, self._name = model, prompt, token_namer(model, body)
+        self._text = text if isinstance(text, str) else model.decode_raw(ints(prompt))
+        self._found: list[tuple[int, float, list[tuple[int, float]]]] = []
+        """(Token, log-probability, those of the most likely ones)."""
         self._spans: Sequence[tuple[str, int, int]] = ()
 
     def add(self, chunk: CompletionChunk) -> None:
         """Take the next tokens."""
-        model, self._spans = self._model, chunk.spans
+        self._spans = chunk.spans
         for i, (token, logprob) in enumerate(zip(chunk.tokens, chunk.logprobs, strict=True)):
             top = chunk.top_logprobs[i] if chunk.top_logprobs else []
-            ranks = {token: rank for rank, (token, _) in enumerate(top, 1)}
-            self._found.append(
-                {
-                    str(one): {
-                        "logprob": max(value, MIN_LOGPROB),
-                        "rank": ranks.get(one),
-                        "decoded_token": model.token_text(one) if model.has_tokenizer else None,
-                    }
-                    for one, value in ((token, logprob), *top)
-                }
-            )
+            both = [(one, max(value, MIN_LOGPROB)) for one, value in ((token, logprob), *top)]
+            self._found.append((*both[0], both[1:]))
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of each choice of the prompt."""
-        spans = _weight_versions(self._spans, len(self._found) - 1)
+        """Return vLLM's `prompt_logprobs` of each choice, and the versions of the weights.
+
+        The rank of a token is null unless it is among the most likely ones.
+        """
+        found: list[dict[str, Any] | None] = [None]
+        for token, logprob, top in self._found:
+            ranks = {one: rank for rank, (one, _) in enumerate(top, 1)}
+            found.append(
+                {str(one): self._scored(one, value, ranks.get(one)) for one, value in ((token, logprob), *top)}
+            )
+        spans = _weight_versions(self._spans, len(self._found))
         shifted = [{**span, "start": span["start"] + 1, "end": span["end"] + 1} for span in spans]
-        return {"prompt_logprobs": self._found, "prompt_weight_versions": shifted}
+        return {"prompt_logprobs": found, "prompt_weight_versions": shifted}
+
+    def _scored(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = self._model.token_text(token) if self._model.has_tokenizer else None
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}
+
+    def echoed(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return what a choice has in place of its own text and lists, with the prompt's before them."""
+        text, after = self._text + choice["text"], choice["logprobs"]
+        if after is None:
+            return {"text": text}
+        name = self._name
+        texts = list(map(name, ints(self._prompt)))
+        *offsets, end = accumulate(map(len, texts), initial=0)
+        top = [{name(token): logprob, **{name(o): v for o, v in others}} for token, logprob, others in self._found]
+        lists = {
+            "text_offset": [*offsets, *(end + offset for offset in after["text_offset"])],
+            "tokens": texts + after["tokens"],
+            "token_logprobs": [None, *(logprob for _, logprob, _ in self._found), *after["token_logprobs"]],
+            "top_logprobs": [None, *top, *after["top_logprobs"]],
+        }
+        return {"text": text, "logprobs": lists}
 
 
 def _completion_logprobs(delta: Delta) -> dict[str, Any]:

@@ -8,7 +8,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rlboost.services.rollout_manager.serving.completion import KEEP_ALIVE
-from rlboost.services.rollout_manager.serving.schemas import code_of, error_object, openai_problem
+from rlboost.services.rollout_manager.serving.schemas import (
+    code_of,
+    error_object,
+    invalid_value,
+    openai_problem,
+    require_defaults,
+)
 from rlboost.shared.http.problem import Problem
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -49,7 +55,7 @@ def chat_of_messages(raw: Mapping[str, Any]) -> dict[str, Any]:
     body: dict[str, Any] = {name: given.pop(name) for name in _SAME if name in given}
     for name in ("model", "max_tokens"):
         if name not in body:
-            raise _invalid(name, f"{name}: missing: give it")
+            raise invalid_value(name, f"{name}: missing: give it")
     if body.get("stream"):
         body["stream_options"] = {"include_usage": True}
     if "stop_sequences" in given:
@@ -65,16 +71,8 @@ def chat_of_messages(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise openai_problem(
             400, _UNTHREADED, "thread: messages are not stored: send all of them each time", param="thread"
         )
-    _check_defaults(given)
+    require_defaults(given, _DEFAULTS)
     return {**body, "messages": messages}
-
-
-def _check_defaults(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        accepted = _DEFAULTS.get(name, ())
-        if value not in accepted:
-            only = f", except for {' or '.join(map(json.dumps, accepted))}" if accepted else ""
-            raise _invalid(name, f"{name}: not supported{only}: remove it")
 
 
 def _all_messages(system: Any, given: Any) -> list[dict[str, Any]]:
@@ -84,7 +82,7 @@ def _all_messages(system: Any, given: Any) -> list[dict[str, Any]]:
         messages += _messages(message, f"messages: entry {i}")
     if not messages or messages[-1]["role"] == "assistant":
         detail = "messages: the last one should be the user's: an answer that was begun is not continued"
-        raise _invalid("messages", detail)
+        raise invalid_value("messages", detail)
     return [*first, *messages]
 
 
@@ -101,7 +99,7 @@ def _messages(given: Any, place: str) -> Iterator[dict[str, Any]]:
         yield from _of_user(content, f"{place}: content")
     else:
         detail = f"{place} has the role {reprlib.repr(role)}: should be 'user', 'assistant' or 'system'"
-        raise _invalid("messages", detail)
+        raise invalid_value("messages", detail)
 
 
 def _answer(content: Any, place: str) -> dict[str, Any]:
@@ -117,10 +115,12 @@ def _answer(content: Any, place: str) -> dict[str, Any]:
 def _call(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     _known(block, place, "messages", {"type", "id", "name", "input", "cache_control", "caller"})
     if block.get("caller", {}) not in ({}, {"type": "direct"}):
-        raise _invalid("messages", f"{place}: caller is {reprlib.repr(block['caller'])}: only the model calls tools")
+        raise invalid_value(
+            "messages", f"{place}: caller is {reprlib.repr(block['caller'])}: only the model calls tools"
+        )
     arguments = block.get("input")
     if not isinstance(arguments, dict):
-        raise _invalid("messages", f"{place}: input is {reprlib.repr(arguments)}: should be an object")
+        raise invalid_value("messages", f"{place}: input is {reprlib.repr(arguments)}: should be an object")
     function = {"name": _line(block, "name", place), "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": _line(block, "id", place), "type": "function", "function": function}
 
@@ -145,7 +145,7 @@ def _result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     _known(block, place, "messages", {"type", "tool_use_id", "content", "is_error", "cache_control"})
     failed = block.get("is_error", False)
     if not isinstance(failed, bool):
-        raise _invalid("messages", f"{place}: is_error is {reprlib.repr(failed)}: should be true or false")
+        raise invalid_value("messages", f"{place}: is_error is {reprlib.repr(failed)}: should be true or false")
     text = _text(block.get("content", ""), f"{place}: content", "messages")
     # As `ToolEnvironment` writes errors: a chat has no other place for them.
     return {
@@ -176,10 +176,10 @@ def _text_of(block: Mapping[str, Any], place: str, param: str) -> str:
         detail = (
             f"{place} has the type {reprlib.repr(kind)}: not supported here: only text, and calls and results of tools"
         )
-        raise _invalid(param, detail)
+        raise invalid_value(param, detail)
     _known(block, place, param, {"type", "text", "cache_control"}, {"citations": ([],)})
     if not isinstance(text, str):
-        raise _invalid(param, f"{place}: text is {reprlib.repr(text)}: should be text")
+        raise invalid_value(param, f"{place}: text is {reprlib.repr(text)}: should be text")
     return text
 
 
@@ -189,19 +189,19 @@ def _tool(given: Any, place: str) -> dict[str, Any]:
         detail = (
             f"{place} has the type {reprlib.repr(kind)}: only tools that the client runs and describes are supported"
         )
-        raise _invalid("tools", detail)
+        raise invalid_value("tools", detail)
     _known(tool, place, "tools", _TOOL_KEYS, _TOOL_DEFAULTS)
     name = _line(tool, "name", place, "tools")
     schema = _object(tool.get("input_schema"), f"{place}: input_schema", "tools", "the JSON schema of an object")
     if schema.get("type", "object") != "object" or not isinstance(schema.get("properties", {}), dict):
-        raise _invalid(
+        raise invalid_value(
             "tools", f"{place}: input_schema is {reprlib.repr(schema)}: should be the JSON schema of an object"
         )
     function: dict[str, Any] = {"name": name, "parameters": schema}
     for key, kind in (("description", str), ("strict", bool)):
         if not isinstance(value := tool.get(key, kind()), kind):
             words = "text" if kind is str else "true or false"
-            raise _invalid("tools", f"{place}: {key} is {reprlib.repr(value)}: should be {words}")
+            raise invalid_value("tools", f"{place}: {key} is {reprlib.repr(value)}: should be {words}")
         function[key] = value
     return {"type": "function", "function": function}
 
@@ -211,13 +211,13 @@ def _tool_choice(given: Any) -> dict[str, Any]:
     kind = choice.get("type")
     if kind != "tool" and kind not in _TOOL_CHOICES:
         detail = f"tool_choice: the type is {reprlib.repr(kind)}: should be 'auto', 'none', 'any' or 'tool'"
-        raise _invalid("tool_choice", detail)
+        raise invalid_value("tool_choice", detail)
     keys = {"type", "disable_parallel_tool_use"} | ({"name"} if kind == "tool" else set())
     _known(choice, "tool_choice", "tool_choice", keys)
     single = choice.get("disable_parallel_tool_use", False)
     if not isinstance(single, bool):
         detail = f"tool_choice: disable_parallel_tool_use is {reprlib.repr(single)}: should be true or false"
-        raise _invalid("tool_choice", detail)
+        raise invalid_value("tool_choice", detail)
     named = {"type": "function", "function": {"name": choice.get("name")}}
     return {"tool_choice": _TOOL_CHOICES.get(kind, named), "parallel_tool_calls": not single}
 
@@ -231,7 +231,9 @@ def _output(given: Any) -> dict[str, Any]:
         return effort
     form = _object(config["format"], "output_config: format", "output_config", "an object with type and schema")
     if form.get("type") != "json_schema":
-        raise _invalid("output_config", f"output_config: format is {reprlib.repr(form)}: only 'json_schema' is known")
+        raise invalid_value(
+            "output_config", f"output_config: format is {reprlib.repr(form)}: only 'json_schema' is known"
+        )
     schema = {"name": "answer", "schema": form.get("schema")}
     return {**effort, "response_format": {"type": "json_schema", "json_schema": schema}}
 
@@ -244,27 +246,27 @@ def _edits(given: Any) -> dict[str, Any]:
         kind = edit.get("type") if isinstance(edit, dict) else edit
         if not str(kind).startswith("clear_thinking_"):
             detail = f"context_management: edits: entry {i} is {reprlib.repr(kind)}: messages are not edited: remove it"
-            raise _invalid("context_management", detail)
+            raise invalid_value("context_management", detail)
     return {}
 
 
 def _list(given: Any, place: str, what: str, param: str = "") -> list[Any]:
     if not isinstance(given, list):
         wrong = "missing" if given is None else f"{reprlib.repr(given)} is no list"
-        raise _invalid(param or place, f"{place}: {wrong}: give a list of {what}")
+        raise invalid_value(param or place, f"{place}: {wrong}: give a list of {what}")
     return given
 
 
 def _object(given: Any, place: str, param: str, form: str) -> dict[str, Any]:
     if not isinstance(given, dict):
-        raise _invalid(param, f"{place} is {reprlib.repr(given)}: should be {form}")
+        raise invalid_value(param, f"{place} is {reprlib.repr(given)}: should be {form}")
     return {name: value for name, value in given.items() if value is not None}
 
 
 def _line(given: Mapping[str, Any], key: str, place: str, param: str = "messages") -> str:
     value = given.get(key)
     if not isinstance(value, str) or not value.strip():
-        raise _invalid(param, f"{place}: {key} is {reprlib.repr(value)}: should be text")
+        raise invalid_value(param, f"{place}: {key} is {reprlib.repr(value)}: should be text")
     return value
 
 
@@ -278,11 +280,7 @@ def _known(
     """Refuse keys other than these, unless they have a default."""
     for key in given:
         if key not in keys and given[key] not in (defaults or {}).get(key, ()):
-            raise _invalid(param, f"{place}: the key {key!r} is not supported: remove it")
-
-
-def _invalid(param: str, detail: str) -> Problem:
-    return openai_problem(400, "Invalid value", detail, param=param)
+            raise invalid_value(param, f"{place}: the key {key!r} is not supported: remove it")
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

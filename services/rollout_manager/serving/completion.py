@@ -110,7 +110,9 @@ class Completion:
         self._grammar = self._required_form()
         if self._prompt_logprobs is not None:
             self._scored = [i for i, prompt in enumerate(self.prompts) if length(prompt) > 1]
-        self._scores = [PromptLogprobs(self.model) for _ in self.prompts]
+        if isinstance(self.body, CompletionBody):
+            given = zip(self.prompts, self.body.prompt, strict=True)
+            self._scores = [PromptLogprobs(self.model, self.body, *prompt) for prompt in given]
         self._validate()
         self._check_options()
         if not self.model.has_tokenizer:
@@ -144,10 +146,15 @@ class Completion:
                         collected[delta.index] = earlier.merged(delta) if earlier else delta
         except (CompletionUnavailable, CompletionFailed) as error:
             raise _problem_of(error) from error
-        response = self._response.response([collected[i] for i in sorted(collected)], self._n_tokens)
-        if self._prompt_logprobs is not None:
+        if self.body.max_tokens == 0:
+            nothing = {i: Delta(i, "", [], [], [], [], [], "length") for i in collected}
+            response = self._response.response([nothing[i] for i in sorted(nothing)], 0)
+        else:
+            response = self._response.response([collected[i] for i in sorted(collected)], self._n_tokens)
+        if isinstance(self.body, CompletionBody) and (self.body.echo or self._prompt_logprobs is not None):
             for choice in response["choices"]:
-                choice.update(self._scores[choice["index"] // self.body.n].fields())
+                scores = self._scores[choice["index"] // self.body.n]
+                choice.update(scores.echoed(choice) if self.body.echo else scores.fields())
         return response
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any] | None]:
@@ -254,7 +261,7 @@ class Completion:
         n_prompt = sum(map(length, self.prompts)) * self.body.n  # each choice has those of its prompt
         for name, n in (
             (self._field_of("top_logprobs"), n_tokens * self.body.n_top_logprobs),
-            ("prompt_logprobs", 0 if self._prompt_logprobs is None else n_prompt * (1 + self._prompt_logprobs)),
+            (self._field_of("forced"), 0 if self._prompt_logprobs is None else n_prompt * (1 + self._prompt_logprobs)),
         ):
             if (most := n * TOP.itemsize) > MAX_SAMPLE_BYTES:
                 limit = f"{MAX_SAMPLE_BYTES >> 20} MiB is the limit of a request"
@@ -265,7 +272,7 @@ class Completion:
         """Return the field that asks for an option."""
         if isinstance(self.body, CompletionBody):
             if option == "forced" or (option == "top_logprobs" and not self.body.logprobs):
-                return "prompt_logprobs"
+                return "echo" if self.body.echo else "prompt_logprobs"
             return "logprobs" if option == "top_logprobs" else option
         if option != "grammar":
             return option
@@ -329,7 +336,7 @@ class Completion:
 
     @property
     def _prompt_logprobs(self) -> int | None:
-        return self.body.prompt_logprobs if isinstance(self.body, CompletionBody) else None
+        return self.body.n_prompt_logprobs if isinstance(self.body, CompletionBody) else None
 
     def _scoring(self) -> list[GroupRequested]:
         """Return the groups whose samples are the prompts themselves, from the second token on, to score them."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlboost.services.rollout_manager.serving.completion import KEEP_ALIVE
-from rlboost.services.rollout_manager.serving.schemas import IGNORED, error_object, openai_problem
+from rlboost.services.rollout_manager.serving.schemas import IGNORED, error_object, invalid_value, require_defaults
 from rlboost.shared.http.problem import Problem
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -58,17 +57,9 @@ def chat_of_response(raw: Mapping[str, Any]) -> dict[str, Any]:
     if (instructions := given.pop("instructions", None)) is not None:
         messages.insert(0, {"role": "system", "content": _text(instructions, "instructions", "instructions")})
     if not messages:
-        raise _invalid("input", "input: give text or a list of items that is not empty")
-    _check_defaults(given)
+        raise invalid_value("input", "input: give text or a list of items that is not empty")
+    require_defaults(given, _DEFAULTS, _ADVICE)
     return {**body, "messages": messages}
-
-
-def _check_defaults(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        accepted = _DEFAULTS.get(name, ())
-        if value not in accepted:
-            only = f", except for {' or '.join(map(json.dumps, accepted))}" if accepted else ""
-            raise _invalid(name, f"{name}: not supported{only}: {_ADVICE.get(name, 'remove it')}")
 
 
 _ADVICE = {
@@ -82,7 +73,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
-        raise _invalid("input", f"input: {reprlib.repr(given)} should be text or a list of items")
+        raise invalid_value("input", f"input: {reprlib.repr(given)} should be text or a list of items")
     messages: list[dict[str, Any]] = []
     for i, one in enumerate(given):
         item = {name: value for name, value in one.items() if value is not None} if isinstance(one, dict) else {}
@@ -103,25 +94,25 @@ def _messages(given: Any) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         else:
             detail = f"{place} is {reprlib.repr(one)}: give a message with a role, a function_call or its output"
-            raise _invalid("input", detail)
+            raise invalid_value("input", detail)
     return messages
 
 
 def _known(item: Mapping[str, Any], place: str, names: set[str]) -> None:
     if unknown := sorted(item.keys() - names):
-        raise _invalid("input", f"{place} has the unknown key {unknown[0]!r}: remove it")
+        raise invalid_value("input", f"{place} has the unknown key {unknown[0]!r}: remove it")
 
 
 def _text(given: Any, place: str, param: str) -> str:
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
-        raise _invalid(param, f"{place} is {reprlib.repr(given)}: should be text")
+        raise invalid_value(param, f"{place} is {reprlib.repr(given)}: should be text")
     texts = []
     for i, part in enumerate(given):
         text = part.get("text") if isinstance(part, dict) and part.get("type") in _TEXT_PARTS else None
         if not isinstance(text, str):
-            raise _invalid(param, f"{place}: part {i} is {reprlib.repr(part)}: only parts of text are supported")
+            raise invalid_value(param, f"{place}: part {i} is {reprlib.repr(part)}: only parts of text are supported")
         texts.append(text)
     return "".join(texts)
 
@@ -149,7 +140,7 @@ def _format(given: Any) -> dict[str, Any]:
     """Return the form of the answer as chats have it, where a schema is in an object of its own."""
     text = {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else None
     if text is None or text.keys() - {"format"}:
-        raise _invalid("text", f"text is {reprlib.repr(given)}: only its format is supported")
+        raise invalid_value("text", f"text is {reprlib.repr(given)}: only its format is supported")
     form = text.get("format", {"type": "text"})
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
@@ -160,12 +151,8 @@ def _reasoning(given: Any) -> dict[str, Any]:
     """Return the effort as chats have it. How to summarize the reasoning changes nothing: no answer has a summary."""
     config = {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else None
     if config is None or config.keys() - {"effort", "summary", "generate_summary"}:
-        raise _invalid("reasoning", f"reasoning is {reprlib.repr(given)}: only its effort and summary are known")
+        raise invalid_value("reasoning", f"reasoning is {reprlib.repr(given)}: only its effort and summary are known")
     return {"reasoning_effort": config["effort"]} if "effort" in config else {}
-
-
-def _invalid(param: str, detail: str) -> Problem:
-    return openai_problem(400, "Invalid value", detail, param=param)
 
 
 # --- responses --------------------------------------------------------------------------------------------------------

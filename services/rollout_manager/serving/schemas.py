@@ -47,6 +47,32 @@ def openai_problem(
     return Problem(status, title, detail, headers=headers, error=_error(status, title, detail, param))
 
 
+def invalid_value(param: str, detail: str) -> Problem:
+    """Return the error of a field with a value that is not supported."""
+    return openai_problem(400, "Invalid value", detail, param=param)
+
+
+def require_defaults(
+    given: Mapping[str, Any], defaults: Mapping[str, Sequence[Any]], advice: Mapping[str, str] | None = None
+) -> None:
+    """Check that fields without support have a value that changes nothing.
+
+    Args:
+        given: the fields.
+        defaults: field -> its values that are accepted, none by default.
+        advice: field -> what to do instead of removing it.
+
+    Raises:
+        Problem: 400, naming the first field with another value.
+
+    """
+    for name, value in given.items():
+        accepted = defaults.get(name, ())
+        if value not in accepted:
+            only = f", except for {' or '.join(map(json.dumps, accepted))}" if accepted else ""
+            raise invalid_value(name, f"{name}: not supported{only}: {(advice or {}).get(name, 'remove it')}")
+
+
 def error_object(problem: Problem) -> dict[str, Any]:
     """Return the content of an error's `error`."""
     return dict(problem.extra.get("error") or _error(problem.status, problem.title, problem.detail))
@@ -102,13 +128,17 @@ def code_of(title: str) -> str:
 
 IGNORED = frozenset(
     {
+        "cache_salt",
         "metadata",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
+        "request_id",
         "safety_identifier",
         "service_tier",
+        "spaces_between_special_tokens",
         "store",
+        "stream_interval",
         "user",
     }
 )
@@ -137,25 +167,45 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
     # vLLM
     "add_generation_prompt": (True,),
+    "add_special_tokens": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
+    "documents": ([],),
+    "ec_transfer_params": ({},),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
+    "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": (),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
+    "mm_payload": ("tensors",),
+    "mm_processor_kwargs": ({},),
     "priority": (0,),
+    "prompt_embeds": (),
     "prompt_logprobs": (),
+    "repetition_detection": (),
     "repetition_penalty": (1,),
+    "return_mm_kwargs": (False,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
+    "session_id": (),
     "skip_special_tokens": (True,),
     "structured_outputs": (),
+    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
+    "truncation_side": (),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 """Unsupported field -> its values that mean the default behavior and are therefore accepted."""
 
@@ -298,6 +348,8 @@ class _CompletionBase(_Body):
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] = []
     ignore_eos: bool = False
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    """Whether logprobs name a token by its id, `token_id:5`, in place of its text."""
     top_k: Annotated[int, Field(ge=0, lt=1 << 31), BeforeValidator(_top_k)] = 0
     """0: all tokens."""
     min_p: float = Field(0.0, ge=0, le=1)
@@ -316,7 +368,10 @@ class CompletionBody(_CompletionBase):
 
     prompt: Annotated[list[str | bytes], PlainValidator(_prompts)]
     """One prompt or more, each as text or as a column of token ids."""
-    max_tokens: Count = 16
+    max_tokens: int = Field(16, ge=0, le=1 << 24)
+    """0 only with `echo`."""
+    echo: bool = False
+    """Whether text and log-probabilities of a choice begin with those of its prompt."""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """How many of the most likely tokens at each position are requested, besides the sampled one."""
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -333,9 +388,17 @@ class CompletionBody(_CompletionBase):
         return self.logprobs or 0
 
     @property
+    def n_prompt_logprobs(self) -> int | None:
+        """Return how many of the most likely tokens of the prompt are requested, None if it is not to be scored."""
+        return self.logprobs if self.echo else self.prompt_logprobs
+
+    @property
     def requested_tokens(self) -> int | None:
-        """Return the number of tokens that the client asks for, None if it leaves it to us."""
-        return self.max_tokens if "max_tokens" in self.model_fields_set else None
+        """Return the number of tokens that the client asks for, None if it leaves it to us.
+
+        With 0 one is generated, and left out.
+        """
+        return max(self.max_tokens, 1) if "max_tokens" in self.model_fields_set else None
 
 
 class TextPart(_Body):
@@ -343,6 +406,8 @@ class TextPart(_Body):
 
     type: Literal["text"]
     text: str
+    cache_control: Any = None
+    """Accepted and ignored, as in the Messages API."""
 
 
 class ChatMessage(BaseModel):
@@ -432,8 +497,14 @@ def parse_completion(raw: dict[str, Any]) -> CompletionBody:
 
     """
     body = _parse(CompletionBody, raw)
-    if body.prompt_logprobs is not None and body.stream:
+    if body.stream and body.prompt_logprobs is not None:
         raise _conflict("prompt_logprobs", "they are not streamed: leave out stream")
+    if body.stream and body.echo:
+        raise _conflict("echo", "prompts are not streamed: leave out stream")
+    if body.echo and body.prompt_logprobs is not None:
+        raise _conflict("prompt_logprobs", "echo with logprobs has those of the prompt: leave it out")
+    if not body.max_tokens and not body.echo:
+        raise _conflict("max_tokens", "0 tokens need echo: give at least 1")
     return body
 
 

@@ -179,8 +179,10 @@ def _inner(schema: Mapping[str, Any], root: Mapping[str, Any], place: str) -> It
         raise ValueError(f"{place}: allOf with several schemas is not supported: merge them")
     if "oneOf" in schema and "discriminator" not in schema:
         raise ValueError(f"{place}: oneOf is not supported without a discriminator: use anyOf")
-    if "$ref" in schema:
-        _check_reference(schema["$ref"], root, place)
+    if "$ref" in schema and not isinstance(_referred(schema["$ref"], root), dict | bool):
+        raise ValueError(
+            f"{place}: $ref is {reprlib.repr(schema['$ref'])}: should name a schema of this one, as '#/$defs/a'"
+        )
 
 
 def _referred(reference: Any, root: Any) -> Any:
@@ -188,13 +190,6 @@ def _referred(reference: Any, root: Any) -> Any:
     for name in reference.split("/")[1:] if isinstance(reference, str) and reference.startswith("#") else [None]:
         found = found.get(name.replace("~1", "/").replace("~0", "~")) if name and isinstance(found, dict) else None
     return found
-
-
-def _check_reference(reference: Any, root: Any, place: str) -> None:
-    if not isinstance(_referred(reference, root), dict | bool):
-        raise ValueError(  # noqa: TRY004 - as above
-            f"{place}: $ref is {reprlib.repr(reference)}: should name a schema of this one, as '#/$defs/a'"
-        )
 
 
 def _check_values(schema: Mapping[str, Any], kinds: Sequence[str], place: str) -> None:

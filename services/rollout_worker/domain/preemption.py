@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -111,7 +112,7 @@ def aws_notice(body: str, now_s: float) -> Notice:
 
     """
     document = _parse(_InstanceAction, body, "an instance action")
-    return Notice(f"aws: {document.action}", _until(_iso_8601(document.time), now_s))
+    return Notice(f"aws: {document.action}", _until(datetime.fromisoformat, document.time, now_s))
 
 
 def aws_rebalance_recommendation(body: str) -> RebalanceRecommendation:
@@ -184,7 +185,8 @@ def azure_notice(body: str, machine: str, now_s: float) -> Notice | None:
     for event in _parse(_ScheduledEvents, body, "scheduled events").events:
         ours = machine.casefold() in (resource.casefold() for resource in event.resources)
         if ours and event.event_type in _AZURE_ENDS:
-            lead_s = 0.0 if event.event_status == "Started" else _until(_rfc_1123(event.not_before or ""), now_s)
+            is_due = event.event_status == "Started"
+            lead_s = 0.0 if is_due else _until(parsedate_to_datetime, event.not_before or "", now_s)
             return Notice(f"azure: {event.event_type}", lead_s, event.event_id)
     return None
 
@@ -241,24 +243,11 @@ def _unreadable(what: str, body: str) -> Retryable:
     return Retryable(f"not {what}: {body[:_MAX_SHOWN]!r}")
 
 
-def _until(then: datetime | None, now_s: float) -> float | None:
-    return None if then is None else max(0.0, round(then.timestamp() - now_s, 1))
-
-
-def _iso_8601(text: str) -> datetime | None:
+def _until(parse: Callable[[str], datetime], text: str, now_s: float) -> float | None:
+    """Return the seconds until a time, None if it cannot be parsed; without a zone it is UTC, as these clouds mean."""
     try:
-        return _in_utc(datetime.fromisoformat(text))
+        then = parse(text)
     except ValueError:
         return None
-
-
-def _rfc_1123(text: str) -> datetime | None:
-    try:
-        return _in_utc(parsedate_to_datetime(text))
-    except ValueError:
-        return None
-
-
-def _in_utc(time: datetime) -> datetime:
-    """Interpret a time without a zone as UTC, as these clouds do."""
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
+    then = then if then.tzinfo else then.replace(tzinfo=UTC)
+    return max(0.0, round(then.timestamp() - now_s, 1))

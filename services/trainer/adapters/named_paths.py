@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from glob import has_magic
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,7 +64,8 @@ def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
         for name in names_of(rows.source):
             if name != AGENT_ROWS and not is_remote(name):
                 yield rows.field, _without_pattern(name)
-                yield from ((rows.field, shard) for shard in _shards(name))
+                with suppress(ConfigError):  # reading it says why
+                    yield from ((rows.field, shard) for shard in shards(name))
     if spec.trainer.checkpoints and "://" not in spec.trainer.checkpoints:
         yield "trainer.checkpoints", spec.trainer.checkpoints
     if spec.trainer.starts_from_checkpoint and "://" not in spec.trainer.resume:
@@ -74,13 +76,6 @@ def _without_pattern(name: str) -> str:
     parts = Path(name).parts
     n_plain = next((n for n, part in enumerate(parts) if has_magic(part)), len(parts))
     return name if n_plain == len(parts) else str(Path(*parts[:n_plain]))
-
-
-def _shards(name: str) -> list[str]:
-    try:
-        return shards(name)
-    except ConfigError:
-        return []  # reading it says why
 
 
 def _is_allowed(name: str, runs: Path, folders: Sequence[str]) -> bool:

@@ -582,13 +582,11 @@ def _check_sendable(answer: dict[str, Any]) -> None:
 
 
 def _checked_message(value: object, who: str) -> Any:
-    if isinstance(value, str) or (isinstance(value, list) and all(_is_message(one) for one in value)):
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value):
         return value
     raise TypeError(f"{who} returned {type(value).__name__}: return text or a list of chat messages with a role")
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and "role" in value
 
 
 if __name__ == "__main__":

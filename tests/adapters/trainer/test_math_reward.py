@@ -41,7 +41,8 @@ def test_an_answer_that_equals_the_ground_truth_is_rewarded(completion: str, tru
 
 
 @pytest.mark.parametrize(
-    "truth", [None, float("nan"), float("inf"), ["72"], {"value": "72"}, True, False, "", " \n", "$$"]
+    "truth",
+    [None, float("nan"), float("inf"), ["72"], {"value": "72"}, True, False, "", " \n", "$$", "proof", "notfound"],
 )
 def test_ground_truth_that_is_no_answer_is_missing_and_named(truth: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert score([r"\boxed{72}", "1", f"\\boxed{{{truth}}}"], answer=[truth] * 3) == [None, None, None]
@@ -62,6 +63,8 @@ def test_ground_truth_that_is_no_answer_is_missing_and_named(truth: object, caps
         ("x #### 72", r"\boxed{72}"),
         ("He pays $<<5*3=15>>15, in \\boxed{3} bills.\n#### 72", r"\boxed{72}"),
         ("1,000", r"\boxed{1000}"),
+        ("1e6", r"\boxed{1000000}"),
+        (" -2.5E-3 ", r"\boxed{-0.0025}"),
         ("\N{MINUS SIGN}5", r"\boxed{-5}"),
         (-5, r"\boxed{-5}"),
         (1e-7, r"\boxed{0.0000001}"),

@@ -14,6 +14,7 @@ from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.process.waiting import Waits
+from rlboost.shared.user_code import TRUTH_COLUMNS
 
 FUNCTIONS = "tests.support.reward_functions"
 VERL_ROW: dict[str, Any] = {
@@ -52,7 +53,7 @@ async def test_verl_reward_function_is_detected_and_gets_verl_columns(start: Sta
     assert await pool.score(batch(**VERL_ROW)) == Scores((1.0, 0.0))
 
 
-@pytest.mark.parametrize("column", ["ground_truth", "answer", "solution", "label"])
+@pytest.mark.parametrize("column", TRUTH_COLUMNS)
 async def test_async_verl_function_gets_the_ground_truth_from_plain_columns(start: Start, column: str) -> None:
     pool = await start(**part("compute_later"))
     assert await pool.score(batch(**{column: "5"})) == Scores((0.0, 1.0))

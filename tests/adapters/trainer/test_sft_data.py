@@ -140,6 +140,22 @@ def test_turn_that_is_not_to_be_trained_is_none_with_assistant_only_loss(chat_mo
         assert pairs(load(chat_model, {"messages": messages}, assistant_only_loss=only)) == [(before, [8, 2])]
 
 
+@pytest.mark.parametrize("name", ["input", "history"])
+def test_what_an_instruction_is_about_is_not_left_out(model: Path, name: str) -> None:
+    """Alpaca's rows; an empty `input`, as many have, is none."""
+    row: dict[str, Any] = {"instruction": "t5", "completion": "t7", "input": "", "history": []}
+    assert pairs(load(model, row, prompt_key="instruction")) == [([1, 5], [7, 2])]
+    with pytest.raises(ConfigError, match=f"line 1: the column '{name}' .* is not shown to the model: put it into"):
+        load(model, {**row, name: "t6" if name == "input" else [["t6", "t7"]]}, prompt_key="instruction")
+    assert len(load(model, {"prompt": "t5", "completion": "t7", name: "t6"}).train) == 1
+
+
+def test_system_prompt_that_the_model_sees_may_be_a_column_too(chat_model: Path) -> None:
+    messages = [{"role": "system", "content": "t8"}, USER, ANSWER]
+    assert len(load(chat_model, {"messages": messages, "system": "t8"}).train) == 1
+    assert len(load(chat_model, {"messages": [USER, ANSWER], "system": " ", "system_prompt": None}).train) == 1
+
+
 def test_too_long_rows_are_dropped_and_counted(model: Path) -> None:
     rows = [{"prompt": "t5 " * n, "completion": "t6 " * m} for n, m in ((2, 2), (9, 2), (2, 9))]
     data = load(model, *rows, max_prompt_tokens=4, max_completion_tokens=4)
@@ -155,6 +171,9 @@ def test_too_long_rows_are_dropped_and_counted(model: Path) -> None:
         ({"completion": "t5"}, r"line 1: no key 'prompt' \(keys: completion\): .*data\.prompt_key"),
         ({"messages": [USER]}, r"line 1: no key 'completion', nor chat messages that end with the assistant's"),
         ({"messages": [ANSWER]}, "line 1: all messages are the assistant's"),
+        ({"messages": [{"from": "human", "value": "t5"}, {"from": "gpt", "value": "t7"}]}, "line 1: .*as ShareGPT's"),
+        ({"prompt": "t5", "completion": "t7", "system": "t8"}, r"line 1: the column 'system' \('t8'\) is not shown"),
+        ({"messages": [USER, ANSWER], "system_prompt": "t8"}, "line 1: the column 'system_prompt' .* is not shown"),
         ({"prompt": "t5", "completion": 7}, "line 1: 'completion' is not text, but 'prompt' is"),
         ({"prompt": "t5", "completion": json.dumps([ANSWER])}, "line 1: 'completion' is not text, but 'prompt' is"),
         ({"prompt": 5, "completion": "t7"}, "line 1: 'prompt' is neither text nor"),

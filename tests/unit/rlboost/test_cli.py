@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -301,8 +301,8 @@ ROWS = [{"step": step, "reward/mean": 0.1 * step, "eval/accuracy": 0.5, "grad_no
 
 def test_following_shows_each_step_once_and_succeeds_with_the_job(rest: FakeRest) -> None:
     write_job()
-    now = datetime.now(UTC).isoformat()
-    waiting = {"for": "a worker", "because": "none is here", "since": now, "limit_s": None}
+    since = datetime.now(UTC) + timedelta(hours=1)  # by the manager's clock: the command's start takes its time
+    waiting = {"for": "a worker", "because": "none is here", "since": since.isoformat(), "limit_s": None}
     waited = "waiting for a worker because none is here"
     rest.on("POST /v1/jobs", ok({"id": "j-1", "state": "pending"}, 201))
     rest.on(

@@ -93,6 +93,17 @@ def test_an_invalid_prompt_is_named(folder: Path, text: str, problem: str) -> No
     assert found.startswith(f"data.train: {problem}")
 
 
+def test_column_that_may_be_a_part_of_the_prompt_is_advice(folder: Path) -> None:
+    """A reward may use it, which a job for fine-tuning has not."""
+    (folder / "base/chat_template.jinja").write_text("{{ messages }}")
+    (folder / "train.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "system": "You are short."}\n')
+    advice = "data: the column 'system' ('You are short.') is not shown to the model: put it into the prompt, unless "
+    for data, found in (({}, True), ({"system_prompt": ""}, False)):
+        assert check(reward={"function": "my_reward:score"}, data={"train": "train.jsonl", **data}) == []
+        lines = jobcheck.check(Path("job.yaml"), []).advice
+        assert any(line.startswith(advice) for line in lines) == found
+
+
 def test_resume_folder_must_exist_unless_in_an_object_store(folder: Path) -> None:
     assert check(trainer={"resume": ".rlboost/runs/a"})[0].startswith(
         "trainer.resume: there is no .rlboost/runs/a: give"

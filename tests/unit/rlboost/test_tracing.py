@@ -251,15 +251,6 @@ def test_conversation_without_a_reward_is_an_error() -> None:
     assert (trace.error, "rlboost.reward" in trace.attributes) == ("no reward", False)
 
 
-def test_conversation_of_an_earlier_version_still_scores_its_sample() -> None:
-    scored_one = conversation(turn(0.0, 1.0, ["a", 4, 5]))
-    del scored_one.fields["began_at"]
-    traces = SampleTraces()
-    taken(traces, [admitted(), *generated(), scored_one])
-    (trace,) = traces.remaining()
-    assert trace.attributes["rlboost.reward"] == 0.5
-
-
 def test_sample_that_is_closed_before_its_end_is_dropped() -> None:
     (trace,) = taken(SampleTraces(), [admitted(), placed("a", 1), closed()])
     assert trace.attributes["rlboost.dropped"]

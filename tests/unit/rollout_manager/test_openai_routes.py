@@ -182,6 +182,16 @@ def test_known_field_is_unsupported_unless_it_changes_nothing(field: str) -> Non
         assert error_object(caught.value)["param"] == field
 
 
+def test_marks_for_a_cache_change_no_prompt() -> None:
+    """As agents that also speak to Anthropic send them."""
+    part = {"type": "text", "text": "a"}
+    plain, marked = (
+        parse_chat({"model": "j", "messages": [{"role": "user", "content": [one]}]}).messages[0].for_template()
+        for one in (part, part | {"cache_control": {"type": "ephemeral"}})
+    )
+    assert plain == marked
+
+
 async def test_openai_client_may_send_parameters_without_effect(site: Site) -> None:
     create = site.client().completions.create
     harmless = {"metadata": {"a": "b"}, "store": True, "response_format": {"type": "text"}, "top_k": -1}
@@ -354,6 +364,21 @@ async def test_logprobs_are_parallel_lists_streamed_or_not(site: Site) -> None:
     assert streamed == whole.logprobs.model_dump()
     plain = (await site.client().completions.create(**{**asked, "logprobs": None})).choices[0]
     assert plain.logprobs is None
+    more = {"return_tokens_as_token_ids": True, **TOKEN_IDS}  # as NeMo Gym asks for ids
+    named: Any = (await site.client().completions.create(**asked, extra_body=more)).choices[0]
+    assert named.logprobs.tokens == [f"token_id:{token}" for token in named.token_ids]
+    assert (named.text, named.logprobs.token_logprobs) == (whole.text, values)
+
+
+@pytest.mark.parametrize("prompt", ["ab", [97, 98]])
+async def test_echo_begins_a_text_with_its_prompt_as_it_was_given(site: Site, prompt: Any) -> None:
+    asked: dict[str, Any] = {"model": "j", "prompt": prompt, "max_tokens": 3, "seed": 1}
+    plain = (await site.client().completions.create(**asked)).choices[0]
+    given = "ab" if prompt == "ab" else FakeTokenizer().decode(prompt, skip_special_tokens=False)
+    echoed = (await site.client().completions.create(**asked, echo=True)).choices[0]
+    assert (echoed.text, echoed.logprobs) == (given + plain.text, None)
+    only = await site.client().completions.create(**{**asked, "max_tokens": 0}, echo=True)
+    assert (only.choices[0].text, only.choices[0].finish_reason) == (given, "length")
 
 
 @pytest.mark.parametrize(

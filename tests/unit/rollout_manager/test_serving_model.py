@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from rlboost.services.rollout_manager.adapters.text import load_model_files
+from rlboost.services.rollout_manager.adapters.text import JinjaChatTemplate, load_model_files
 from rlboost.services.rollout_manager.ports import TokenizationError
 from rlboost.services.rollout_manager.serving.routes import _find_job
 from rlboost.services.rollout_manager.serving.text import ServedModel
@@ -107,6 +110,23 @@ async def test_served_model_errors_name_the_problem(folder: Path, tmp_path: Path
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizationError, match="cannot be read"):
         load(tmp_path)
+
+
+def test_templates_that_mark_generated_parts_are_rendered_as_by_transformers() -> None:
+    """As LFM2.5's, and those with which TRL saves what it has fine-tuned; those for images need parts."""
+    files = [file for file in (resources.files("trl") / "chat_templates").iterdir() if file.name.endswith(".jinja")]
+    marked = {file.name: file.read_text(encoding="utf-8") for file in files}
+    marked = {name: text for name, text in marked.items() if "endgeneration" in text}
+    assert len(marked) > 20
+    marked["scope"] = "{% generation %}{% set a = 1 %}b\n{% endgeneration %}\n{{ a is defined }}"
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    for name, source in marked.items():
+        is_parts = name.startswith(("idefics", "llava", "smolvlm"))
+        a, b = ([{"type": "text", "text": text}] if is_parts else text for text in "ab")
+        turn = {"role": "user", "content": a}
+        chat: dict[str, Any] = {"messages": [turn, {"role": "assistant", "content": b}, turn], "tools": None}
+        expected = _compile_jinja_template(source).render(add_generation_prompt=True, **chat, **special)
+        assert JinjaChatTemplate(source, special).render_unchecked(**chat, is_prompt=True) == expected
 
 
 async def test_chat_template_runs_in_a_sandbox(tmp_path: Path) -> None:

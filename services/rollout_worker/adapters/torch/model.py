@@ -8,7 +8,7 @@ forward pass.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -52,12 +52,6 @@ def target_of(name: str, tensor: torch.Tensor, targets: Mapping[str, torch.Tenso
             f"set RLBOOST_WORKER_DTYPE to the dtype of the weights, or publish them as {target.dtype} (trainer.dtype)"
         )
     return target
-
-
-def check_nothing_missing(names: Sequence[str]) -> None:
-    """Raise `UnsuitableWeights` if there are names of tensors that were not given."""
-    if names:
-        raise UnsuitableWeights(f"weights: {len(names)} tensors are missing, the first is {names[0]!r}")
 
 
 # --- Models, and their weights ----------------------------------------------------------------------------------------
@@ -386,8 +380,9 @@ class Weights:
             target = target_of(name, tensor, self._tensors)
             target.copy_(tensor)
             loaded.update(self._tensors[own].data_ptr() for own in self._matrices.get(name, (name,)))
-        if not may_be_partial:
-            check_nothing_missing([name for name, own in self._tensors.items() if own.data_ptr() not in loaded])
+        missing = [name for name, own in self._tensors.items() if own.data_ptr() not in loaded]
+        if missing and not may_be_partial:
+            raise UnsuitableWeights(f"weights: {len(missing)} tensors are missing, the first is {missing[0]!r}")
         self.complete = True
 
 
