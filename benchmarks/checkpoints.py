@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlboost.services.trainer.adapters.checkpoint_folder import CheckpointFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import TrainingRow
+from rlboost.services.trainer.domain.plan import TrainingRow
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.ports.storage import TrainState
 from tests.support.losses import clipped_loss

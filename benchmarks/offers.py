@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from rlboost.services.rollout_manager.domain.allocation import Autoscaler, FleetView
+from rlboost.services.rollout_manager.domain.autoscale import Autoscaler, FleetView
 from rlboost.services.rollout_manager.domain.offers import Offer, OfferBook, Pool, choose_mix
 from rlboost.services.rollout_manager.domain.workers import Fleet
 from rlboost.shared.job.fleet import HOUR_S

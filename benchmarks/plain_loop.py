@@ -26,9 +26,8 @@ from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.trainer.adapters.data import find_model, load_data
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.advantages import group_standardized
-from rlboost.services.trainer.domain.batches import Accumulate, TrainingRow, UpdatePlanner
 from rlboost.services.trainer.domain.loss.policy import job_loss
-from rlboost.services.trainer.domain.plan import learning_rate, prompt_indices
+from rlboost.services.trainer.domain.plan import Accumulate, TrainingRow, UpdatePlanner, learning_rate, prompt_indices
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.file import load
 from rlboost.shared.job.spec import RlJob

@@ -38,7 +38,7 @@ from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
 from rlboost.services.rollout_worker.ports import Changes, Engine, EngineFactory
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts
-from rlboost.shared.weights.cached_version import CachedVersion
+from rlboost.shared.weights.cache import CachedVersion
 from tests.support.changed_versions import nudged, staged
 
 T = TypeVar("T")

@@ -29,8 +29,7 @@ from rlboost.services.rollout_worker.ports import Engine
 from rlboost.shared.messages import Sampling
 from rlboost.shared.process.lifecycle import loop_factory
 from rlboost.shared.process.waiting import Waits
-from rlboost.shared.weights.cache import Cache
-from rlboost.shared.weights.cached_version import cached_version
+from rlboost.shared.weights.cache import Cache, cached_version
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.weights.publisher import Publisher

@@ -365,8 +365,7 @@ async def _pulled(url: str, token: str, request: ExportRequest, base: Path | Non
     try:
         from rlboost.shared.process.waiting import Waits  # noqa: PLC0415 - torch takes seconds
         from rlboost.shared.weights import torch_tensors  # noqa: PLC0415 - likewise
-        from rlboost.shared.weights.cache import Cache  # noqa: PLC0415 - likewise
-        from rlboost.shared.weights.cached_version import cached_version  # noqa: PLC0415 - likewise
+        from rlboost.shared.weights.cache import Cache, cached_version  # noqa: PLC0415 - likewise
         from rlboost.shared.weights.client import StoreClient  # noqa: PLC0415 - likewise
         from rlboost.shared.weights.puller import Puller  # noqa: PLC0415 - likewise
     except ImportError as error:

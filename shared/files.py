@@ -1,8 +1,9 @@
-"""Files that are replaced whole, so that a reader sees the old content or the new one, and full disks."""
+"""Files that are replaced whole, so that a reader sees the old content or the new one; locked folders; full disks."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from rlboost.shared.errors import DiskFull, Fatal
+from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 
 # --- Full disks, told apart from other errors of writing files --------------------------------------------------------
 
@@ -120,3 +121,33 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# --- An exclusive lock on a directory ---------------------------------------------------------------------------------
+
+
+class DirectoryInUse(ConfigError):
+    """Another process holds the lock."""
+
+
+def lock_directory(directory: Path) -> FileIO:
+    """Create a directory if needed and lock it until the returned file is closed or the process ends.
+
+    Raises:
+        ConfigError: it is not writable.
+        DirectoryInUse: another process holds the lock.
+
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = FileIO(directory / "lock", "w")
+    except OSError as error:
+        raise ConfigError(f"directory {directory}: {error.strerror}; set a directory that is writable") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise DirectoryInUse(
+            f"directory {directory} is in use by another process: give each process its own directory"
+        ) from error
+    return lock

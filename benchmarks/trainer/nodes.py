@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.trainer import work
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import TrainingRow, pack, select
+from rlboost.services.trainer.domain.plan import TrainingRow, pack, select
 from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings
 from rlboost.shared.job.training import OptimizerSpec
 from tests.support.losses import clipped_loss

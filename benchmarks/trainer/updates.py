@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import Accumulate, TrainingRow, UpdatePlanner
+from rlboost.services.trainer.domain.plan import Accumulate, TrainingRow, UpdatePlanner
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.wire import floats, ints

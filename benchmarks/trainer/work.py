@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from rlboost.services.trainer.domain.batches import TrainingRow
+from rlboost.services.trainer.domain.plan import TrainingRow
 from tests.support.training_rows import training_row
 
 GROUP_SIZE = 8

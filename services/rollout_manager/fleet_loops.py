@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from rlboost.services.rollout_manager.domain.allocation import (
+from rlboost.services.rollout_manager.domain.autoscale import (
     Autoscaler,
     FleetTargets,
     fleet_view,

@@ -13,9 +13,9 @@ import structlog
 
 from rlboost.services.rollout_worker.adapters.machine import MemoryProbe, listen_address, peer_url
 from rlboost.services.rollout_worker.adapters.manager_http import fetch_tokenizer, join
+from rlboost.services.rollout_worker.adapters.model_folder import ModelFolderSeeder
 from rlboost.services.rollout_worker.adapters.preemption import Aws, Azure, Google, Metadata, NoticeFile, site_of
 from rlboost.services.rollout_worker.adapters.serving_metrics import ServingMetrics
-from rlboost.services.rollout_worker.adapters.store_weights import ModelFolderSeeder, StoreWeights
 from rlboost.services.rollout_worker.adapters.tokenizer import decoder
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory, is_quantized
@@ -44,7 +44,7 @@ from rlboost.shared.weights.cache import Cache, open_cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.peers.directory import PeerDirectory
 from rlboost.shared.weights.peers.source import PeerSource, PeerTransport
-from rlboost.shared.weights.puller import DirectorySource, Puller, StoreSource
+from rlboost.shared.weights.puller import DirectorySource, Puller, StoreSource, StoreWeights
 
 log = structlog.get_logger(__name__)
 

@@ -51,7 +51,7 @@ from rlboost.services.trainer.step.intake import Intake
 from rlboost.services.trainer.step.judging import OtherModels
 from rlboost.services.trainer.step.run import StepRun
 from rlboost.services.trainer.step.sessions import other_policies, watch_policies
-from rlboost.services.trainer.step.training_rows import logged_samples
+from rlboost.services.trainer.step.texts import logged_samples
 from rlboost.shared.errors import Conflict, Fenced, Retryable, leaves
 from rlboost.shared.job.offline import OfflineJob
 from rlboost.shared.job.run_record import pack_groups

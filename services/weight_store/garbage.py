@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 
@@ -21,13 +21,15 @@ from rlboost.services.weight_store.domain import versions
 from rlboost.services.weight_store.domain.versions import JobVersions, garbage
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import Documents, StoreFull
-from rlboost.services.weight_store.versions import VersionTable
 from rlboost.shared.errors import BusUnavailable, Conflict, NotFound, StoreUnavailable, Undecodable
 from rlboost.shared.messages import ENDED
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.streams.bus import Bus
 from rlboost.shared.streams.names import JOBS, trainer_lease
 from rlboost.shared.weights.manifest import Manifest, Part
+
+if TYPE_CHECKING:
+    from rlboost.services.weight_store.app import VersionTable
 
 log = structlog.get_logger(__name__)
 

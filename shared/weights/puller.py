@@ -17,10 +17,11 @@ from typing import Protocol
 
 import structlog
 
-from rlboost.shared.errors import Corrupt, NotFound, StoreUnavailable, Unprocessable
+from rlboost.shared.errors import ConfigError, Corrupt, NotFound, StoreUnavailable, Unprocessable, UnsuitableWeights
 from rlboost.shared.process.waiting import Waits, for_each
 from rlboost.shared.progress import TransferProgress
-from rlboost.shared.weights.cache import Cache, PulledVersion
+from rlboost.shared.weights.access import IssuedAccess
+from rlboost.shared.weights.cache import AdaptedVersion, Cache, CachedVersion, PulledVersion, cached_version
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.delta import apply_delta
 from rlboost.shared.weights.delta_graph import ChunkPlan, VersionEdges, plan
@@ -460,3 +461,51 @@ class Assembly:
         self._stats.fallbacks += 1
         self._dense.append(chunk_plan.chunk)
         log.warning("delta_failed", chunk=chunk_plan.chunk.digest, error=str(error))
+
+
+# --- What an engine gets of the weight store: versions as tensors, tokenizers, images ---------------------------------
+
+
+_MAX_TOKENIZERS = 16
+"""Of jobs that share the engine; each is some megabytes."""
+
+
+class StoreWeights:
+    """The weights, tokenizers and images of one weight store: a worker's `WeightSource`."""
+
+    def __init__(
+        self,
+        puller: Puller,
+        client: StoreClient,
+        access: IssuedAccess,
+        fetch_tokenizer: Callable[[str], Awaitable[str]],
+    ) -> None:
+        """Use a puller, its client, which has this access, and what fetches the tokenizer of a job."""
+        self._puller = puller
+        self._client = client
+        self._access = access
+        self._fetch_tokenizer = fetch_tokenizer
+        self._tokenizers: dict[str, str] = {}
+
+    async def pull(self, job_id: str, version: int) -> CachedVersion | AdaptedVersion:
+        pulled = await self._puller.pull(job_id, version)
+        try:
+            return cached_version(pulled)
+        except ConfigError as error:  # of what was published: the next version may be another
+            raise UnsuitableWeights(str(error)) from error
+
+    async def tokenizer_json(self, job_id: str) -> str:
+        if job_id not in self._tokenizers:
+            while len(self._tokenizers) >= _MAX_TOKENIZERS:
+                del self._tokenizers[next(iter(self._tokenizers))]
+            self._tokenizers[job_id] = await self._fetch_tokenizer(job_id)
+        return self._tokenizers[job_id]
+
+    async def image(self, digest: str, n_bytes: int) -> bytes:
+        return await retry_unavailable(lambda: self._client.read(ChunkRef(digest, n_bytes)))
+
+    def verify_cache_again(self) -> None:
+        self._puller.verify_cache_again()
+
+    def renew_access(self, credential: str) -> None:
+        self._access.credential = credential

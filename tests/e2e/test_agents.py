@@ -159,7 +159,7 @@ def test_each_misbehaving_agent_fails_alone_with_its_cause(tmp_path: Path) -> No
     spec = second_try()
     del spec["eval"]
     spec["data"] = {"train": str(tmp_path / "train.jsonl"), "prompts_per_step": len(rows)}
-    spec["agent"] = {"function": "tests.support.agents:run", "max_turns": 3, "timeout_s": 8, "replacements": 1}
+    spec["agent"] = {"function": "tests.support.agents:run", "max_turns": 3, "timeout_s": 15, "replacements": 1}
     with black_box(tmp_path / "state", workers=1) as box:
         job_id = box.submit({**spec, "steps": 1})
         job = box.until_completed(job_id)

@@ -52,8 +52,9 @@ class CommandLine:
 
     def process(self, name: str) -> ProcessRecord:
         """Return what the state folder says of a process, as `ps` does, only quicker to ask again and again."""
-        (record,) = [record for record in StateDir(self.folder / ".rlboost").processes() if record.name == name]
-        return record
+        found = [record for record in StateDir(self.folder / ".rlboost").processes() if record.name == name]
+        assert len(found) == 1, f"{name} was never started"
+        return found[0]
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,11 @@ def test_workers_generate_and_teach_through_kills(tmp_path: Path, reserved: int,
         with closing(Observer(box.redis_url, job)) as of_job, closing(Observer(box.redis_url, teacher)) as of_teacher:
             box.until_step(job, 1)
             for role in ("preemptible", "trainer", "manager"):
-                box.until(lambda: bool(box.get(f"/v1/jobs/{teacher}/audit")["in_flight"]), "the teacher is asked")
+                box.until(
+                    lambda: bool(box.get(f"/v1/jobs/{teacher}/audit")["in_flight"]),
+                    "the teacher is asked",
+                    every_s=0.01,
+                )
                 box.kill(role)
             box.until_completed(job)
             check(box, job, of_job, spec)

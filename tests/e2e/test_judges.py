@@ -71,7 +71,8 @@ def check_judged(box: BlackBox, job: str, observers: list[Observer], spec: dict[
 
 
 def busy(box: BlackBox, job: str) -> None:
-    box.until(lambda: bool(box.get(f"/v1/jobs/{job}/audit")["in_flight"]), f"{job} has samples in flight")
+    in_flight = f"/v1/jobs/{job}/audit"
+    box.until(lambda: bool(box.get(in_flight)["in_flight"]), f"{job} has samples in flight", every_s=0.01)
 
 
 @pytest.mark.parametrize(("reserved", "workers"), [(0, 1), (1, 2)])

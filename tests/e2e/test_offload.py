@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.black_box import Observer, black_box
+from tests.support.black_box import BlackBox, Observer, black_box
 from tests.support.small_job import check, small_job
 
 pytestmark = pytest.mark.timeout(600)
@@ -15,13 +15,21 @@ pytestmark = pytest.mark.timeout(600)
 WORKERS = 2
 
 
+def spot_states(box: BlackBox) -> list[str]:
+    return [worker["state"] for worker in box.get("/v1/workers") if worker["role"] == "preemptible"]
+
+
 @pytest.mark.long
 def test_learned_window_is_reused_and_a_target_fleet_is_reported(tmp_path: Path) -> None:
     spec = small_job(steps=5, elastic={"seeding": "auto"})
     with black_box(tmp_path / "state", workers=WORKERS) as box:
         job_id = box.submit(spec)
+        box.command_job(job_id, "pause")
         with closing(Observer(box.redis_url, job_id)) as observer:
+            # A worker that comes late would leave too few steps to a fleet of this size.
+            box.until(lambda: spot_states(box) == ["ready"] * WORKERS, "all spot workers are ready")
             assert box.get("/v1/fleet")["target_workers"] is None
+            box.command_job(job_id, "resume")
             box.until(lambda: box.get("/v1/fleet")["target_workers"] is not None, "a fleet is target_workers")
             box.until_completed(job_id)
         check(box, job_id, observer, spec)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.support.black_box import RLBOOST, ROOT, BlackBox, Observer, black_box
+from tests.support.black_box import RLBOOST, ROOT, BlackBox, Observer, black_box, start_forked
 from tests.support.ports import reserved_port
 from tests.support.said import FOLDER, said
 
@@ -188,7 +188,8 @@ def test_async_trl_trains_by_one_url_while_worker_and_manager_die(kind: list[str
     AutoModelForCausalLM.from_pretrained(folder / "model", dtype="float32").save_pretrained(folder / "model")
     with reserved_port() as port, black_box(tmp_path / "state", workers=2, trainers=0) as box:
         url = f"http://127.0.0.1:{port}"
-        gateway = box.start("gateway", str(folder / "model"), "--job", "sums", "--port", str(port))
+        arguments = (str(folder / "model"), "--job", "sums", "--port", str(port), "--state", str(box.state))
+        gateway = start_forked("gateway", *arguments, log=tmp_path / "gateway.log")
         trl = None
         try:
             box.until(lambda: answers(url), "the gateway")
@@ -203,7 +204,7 @@ def test_async_trl_trains_by_one_url_while_worker_and_manager_die(kind: list[str
             audit = box.get(f"/v1/jobs/{job['id']}/audit")["serving"]
         finally:
             gateway.kill()
-            gateway.communicate()
+            gateway.wait()
             if trl is not None:
                 trl.process.kill()
     assert all(reason.startswith("the client") for reason in audit["dropped"]), audit

@@ -121,8 +121,9 @@ async def test_prometheus_answers_every_query_and_alerts_when_the_system_ends(tm
             box.kill("preemptible")
             preempted = "sum(increase(rlboost_preemptions_total[5m])) > 0"
             await eventually(lambda: not [query for query in [*queries, preempted] if not server.has_data(query)])
-            assert server.alerts("health") == dict.fromkeys(ALERT_NAMES, "ok")
-            assert server.active() == set()
+            await eventually(lambda: server.alerts("health") == dict.fromkeys(ALERT_NAMES, "ok"))
+            # One may be pending since a scrape of a busy machine, or of the worker that died, took too long.
+            await eventually(lambda: not server.active())
             box.down()
             unavailable = {"RLBoostServiceDown", "RLBoostNoLeader"}
             await eventually(lambda: server.active() == unavailable)

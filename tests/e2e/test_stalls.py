@@ -21,8 +21,8 @@ NAMED_WITHIN_S = 5.0
 """How soon a job names a stall."""
 ALLOWANCE_S = 10.0
 """In addition: other tests share two cores with this one."""
-EARLIER_S = 3.0
-"""How long before the signal the last sign of life may be."""
+EARLIER_S = 10.0
+"""How long before the signal the last sign of life may be, which comes every second unless the machine is busy."""
 STEP_S = 60.0
 """The longest step. What a step waits for may not answer before the step comes to it, or after it began to wait."""
 LASTING_S = 1.5

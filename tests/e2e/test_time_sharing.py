@@ -64,9 +64,12 @@ def test_killed_holder_frees_the_device_and_nothing_is_lost(tmp_path: Path) -> N
         with closing(observers[0]), closing(observers[1]):
             for job in jobs:
                 box.until_step(job, 1)
+                box.command_job(job, "pause")  # so that none is done before both have trained
             found: Any = bus.hgetall(JOB_TRAINERS)
             trainers = {job.decode(): trainer.decode() for job, trainer in found.items()}
             assert set(trainers.values()) == {"trainer-1", "trainer-2"}
+            for job in jobs:
+                box.command_job(job, "resume")
             first = kill_holder(box, bus, trainers)
             left = {job: trainer for job, trainer in trainers.items() if trainer != first}
             kill_holder(box, bus, left)

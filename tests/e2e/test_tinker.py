@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.black_box import RLBOOST, ROOT, BlackBox, black_box
+from tests.support.black_box import RLBOOST, ROOT, BlackBox, black_box, start_forked
 from tests.support.ports import reserved_port
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
@@ -26,12 +27,13 @@ SFT_STEPS, RL_STEPS, GROUPS, SAMPLES = 4, 6, 32, 8
 
 
 @contextmanager
-def serving(box: BlackBox, model: Path, port: int) -> Iterator[str]:
-    process = box.start("tinker", str(model), "--job", "sums", "--port", str(port))
+def serving(box: BlackBox, model: Path, port: int, log: Path) -> Iterator[str]:
+    arguments = (str(model), "--job", "sums", "--port", str(port), "--state", str(box.state))
+    process = start_forked("tinker", *arguments, log=log)
     url = f"http://127.0.0.1:{port}"
 
     def answers() -> bool:
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, log.read_text()
         with suppress(httpx.TransportError):
             return httpx.get(f"{url}/health").status_code == 200
         return False
@@ -40,8 +42,8 @@ def serving(box: BlackBox, model: Path, port: int) -> Iterator[str]:
         box.until(answers, "the service answers")
         yield url
     finally:
-        process.terminate()
-        process.communicate(timeout=60)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
 
 
 def test_loops_of_tinkers_client_learn_while_workers_die(tmp_path: Path) -> None:
@@ -54,7 +56,7 @@ def test_loops_of_tinkers_client_learn_while_workers_die(tmp_path: Path) -> None
     with (
         reserved_port() as port,
         black_box(tmp_path / "state", workers=2, reserved=0, trainers=0) as box,
-        serving(box, folder / "model", port) as url,
+        serving(box, folder / "model", port, tmp_path / "tinker.log") as url,
         (tmp_path / "loops.log").open("wb") as log,
     ):
         options = [url, str(folder), str(SFT_STEPS), str(RL_STEPS)]

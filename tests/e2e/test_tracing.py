@@ -44,6 +44,9 @@ class Receiver:
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
+    def roots(self) -> list[Span]:
+        return [span for span in list(self.spans) if not span.parent_span_id]
+
     def close(self) -> None:
         self._server.shutdown()
         self._thread.join()
@@ -85,6 +88,7 @@ def test_traces_show_the_loss_of_a_worker_and_the_step_of_each_sample(tmp_path: 
             box.until_step(job, 1)
             box.until(lambda: kill_generating(box), "a preemptible worker generates")
             box.until_completed(job)
+            box.until(lambda: len(receiver.roots()) >= samples_of(spec), "all samples are traced")
             tracer.send_signal(signal.SIGTERM)
             assert tracer.wait(60) == 0, (tmp_path / "trace.log").read_text()
         finally:
@@ -92,7 +96,7 @@ def test_traces_show_the_loss_of_a_worker_and_the_step_of_each_sample(tmp_path: 
             tracer.wait()
             log.close()
         events = box.events(job)
-    roots = {span.trace_id: attributes(span) for span in receiver.spans if not span.parent_span_id}
+    roots = {span.trace_id: attributes(span) for span in receiver.roots()}
     assert len(roots) == len({root["rlboost.sample"] for root in roots.values()}) == samples_of(spec)
     assert {root["rlboost.job"] for root in roots.values()} == {job}
     parts: dict[bytes, list[Span]] = {trace: [] for trace in roots}

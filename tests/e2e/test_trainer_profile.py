@@ -17,7 +17,9 @@ pytestmark = pytest.mark.timeout(600)
 def test_profile_of_two_steps_is_where_its_event_says(tmp_path: Path) -> None:
     with black_box(tmp_path / "state", workers=1) as box:
         job_id = box.submit({**small_job(steps=4), "eval": None})
+        box.command_job(job_id, "pause")  # so that it is not done before it is asked
         assert box.command("profile", job_id, "--steps", "2").startswith(f"{job_id} will record its next 2 steps: ")
+        box.command_job(job_id, "resume")
         box.until_completed(job_id)
         logs = box.command("logs", job_id)
         (trace,) = (box.state / "runs" / job_id).glob("profile/step-*/rank-*.json.gz")

@@ -15,9 +15,14 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def reassigned(box: BlackBox, job: str) -> list[dict[str, Any]]:
-    """Return the events in which the job got a worker."""
-    changes = [event["fields"] for event in box.events(job) if event["kind"] == "worker_reassigned"]
+    """Return the events in which the job got a worker, up to now."""
+    changes = [event["fields"] for event in box.events(job, follow=False) if event["kind"] == "worker_reassigned"]
     return [change for change in changes if change["job_id"] == job]
+
+
+def makers(observer: Observer) -> set[str]:
+    """Return the workers that have generated what was delivered so far."""
+    return {worker for bodies in list(observer.finished.values()) for body in bodies for worker, _, _ in body["spans"]}
 
 
 def workers_of(box: BlackBox, job: str) -> list[dict[str, Any]]:
@@ -36,12 +41,17 @@ def test_two_jobs_share_the_spot_workers_and_lose_nothing(tmp_path: Path) -> Non
             return job, observer
 
         # Until the second begins, all spot workers are the first one's.
-        first, _ = one = begin(specs[0])
+        first, of_first = one = begin(specs[0])
         box.until(lambda: len(workers_of(box, first)) == 3, "all spot workers serve the first job")
-        second, _ = other = begin(specs[1])
+        second, of_second = other = begin(specs[1])
         begun = [one, other]
         assert [box.get(f"/v1/jobs/{job}")["state"] for job in (first, second)] == ["running", "running"]
         box.until(lambda: bool(reassigned(box, second)), "the second job gets a worker of the first one")
+
+        def shared() -> bool:
+            return any(worker.startswith("worker-") for worker in makers(of_first) & makers(of_second))
+
+        box.until(shared, "a spot worker has generated for both")
         for role in ("trainer", "preemptible", "manager"):
             box.until_busy(second)
             box.kill(role)
@@ -49,9 +59,7 @@ def test_two_jobs_share_the_spot_workers_and_lose_nothing(tmp_path: Path) -> Non
             box.until_completed(job)
             check(box, job, observer, spec)
         assert first in {change["before"] for change in reassigned(box, second)}
-        made = [{worker for body in o.finished.values() for worker, _, _ in body[0]["spans"]} for _, o in begun]
-        assert any(worker.startswith("worker-") for worker in made[0] & made[1])
-        own = [{worker for worker in workers if worker.startswith("reserved-")} for workers in made]
+        own = [{worker for worker in makers(observer) if worker.startswith("reserved-")} for _, observer in begun]
         assert all(own)
         assert own[0].isdisjoint(own[1])
 

@@ -19,7 +19,7 @@ from rlboost import client, export
 from rlboost.cli import app
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
-from rlboost.services.trainer.domain.batches import SequenceRow
+from rlboost.services.trainer.domain.plan import SequenceRow
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.process.waiting import Waits

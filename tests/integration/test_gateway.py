@@ -225,10 +225,11 @@ def test_requests_survive_the_death_of_manager_and_worker(served: Served) -> Non
 
 def test_pause_holds_new_requests_and_wait_ends_those_in_flight(served: Served) -> None:
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(served.generate, 300)
-        time.sleep(0.2)
+        running = pool.submit(served.generate, 1000)
+        until(lambda: served.gateway._n_in_flight)
         assert served.http.post("/pause", params={"mode": "wait"}).json() == {"status": "paused"}
-        assert running.result(0.2).status_code == 200  # its last bytes may still be under way
+        assert served.gateway._n_in_flight == 0
+        assert running.result().status_code == 200
         assert served.http.get("/is_paused").json() == {"is_paused": True}
         held = pool.submit(served.generate, 1)
         time.sleep(0.3)

@@ -13,8 +13,7 @@ from rlboost.services.trainer.adapters.weights import RanksPublisher
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.process.waiting import Waits
-from rlboost.shared.weights.cache import Cache
-from rlboost.shared.weights.cached_version import cached_version
+from rlboost.shared.weights.cache import Cache, cached_version
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
 from rlboost.shared.weights.puller import Puller

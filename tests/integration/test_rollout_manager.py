@@ -397,7 +397,7 @@ async def _read_events(
     system: System, headers: dict[str, str], enough: Callable[[list[str]], bool]
 ) -> list[tuple[str, str]]:
     events: list[tuple[str, str]] = []
-    async with asyncio.timeout(10), system.http.stream("GET", _events_path(system), headers=headers) as answer:
+    async with asyncio.timeout(60), system.http.stream("GET", _events_path(system), headers=headers) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         entry_id = ""
         async for line in answer.aiter_lines():

@@ -19,9 +19,9 @@ from rlboost.services.rollout_worker.domain.parity_check import ParityCheckFaile
 from rlboost.services.rollout_worker.generator import Generator  # noqa: E402
 from rlboost.services.rollout_worker.ports import Engine  # noqa: E402
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402
-from rlboost.services.trainer.domain.batches import TrainingRow  # noqa: E402
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts, build_reference  # noqa: E402
 from rlboost.services.trainer.domain.loss.policy import job_loss  # noqa: E402
+from rlboost.services.trainer.domain.plan import TrainingRow  # noqa: E402
 from rlboost.services.trainer.ports.engine import PolicySettings  # noqa: E402
 from rlboost.shared.job.algorithm import PRESETS  # noqa: E402
 from tests.support import tiny_models, vllm_engines  # noqa: E402

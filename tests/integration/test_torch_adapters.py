@@ -14,13 +14,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - only where torch is
 from rlboost.services.rollout_worker.adapters.torch.lora import Adapters  # noqa: E402
 from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
 from rlboost.services.rollout_worker.ports import EngineClosed  # noqa: E402
 from rlboost.shared.errors import UnsuitableWeights  # noqa: E402
-from rlboost.shared.weights.cached_version import AdaptedVersion, CachedVersion  # noqa: E402
+from rlboost.shared.weights.cache import AdaptedVersion, CachedVersion  # noqa: E402
+from rlboost.shared.weights.puller import StoreWeights  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
 from tests.support.adapter_versions import (  # noqa: E402
     JOBS,

@@ -18,15 +18,15 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForImageTextToText  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
 
-from rlboost.services.rollout_worker.adapters.store_weights import ModelFolderSeeder  # noqa: E402
+from rlboost.services.rollout_worker.adapters.model_folder import ModelFolderSeeder  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
 from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder  # noqa: E402
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402
 from rlboost.services.trainer.adapters.torch.ranks import Layout  # noqa: E402
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant  # noqa: E402
 from rlboost.services.trainer.domain.loss.function import sft_loss  # noqa: E402
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss  # noqa: E402
+from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow, constant  # noqa: E402
 from rlboost.services.trainer.ports.engine import PolicySettings  # noqa: E402
 from rlboost.shared.data.images import ImageReader  # noqa: E402
 from rlboost.shared.data.vision import (  # noqa: E402
@@ -41,8 +41,11 @@ from rlboost.shared.data.vision import (  # noqa: E402
 from rlboost.shared.errors import ConfigError  # noqa: E402
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec  # noqa: E402
 from rlboost.shared.model.folder import read_config, read_tensor_shapes  # noqa: E402
-from rlboost.shared.weights.cache import Cache  # noqa: E402
-from rlboost.shared.weights.cached_version import AdaptedVersion, CachedVersion  # noqa: E402
+from rlboost.shared.weights.cache import (  # noqa: E402
+    AdaptedVersion,
+    Cache,
+    CachedVersion,
+)
 from rlboost.shared.weights.torch_tensors import named_shards  # noqa: E402
 from rlboost.shared.wire import F32, I32, pack, unpack  # noqa: E402
 from tests.support import tiny_models, tiny_vision  # noqa: E402

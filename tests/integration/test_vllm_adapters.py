@@ -14,7 +14,7 @@ import pytest_asyncio
 torch = pytest.importorskip("torch")
 
 from rlboost.shared.errors import Corrupt, UnsuitableWeights  # noqa: E402 - only where torch is
-from rlboost.shared.weights.cached_version import CachedVersion  # noqa: E402
+from rlboost.shared.weights.cache import CachedVersion  # noqa: E402
 from rlboost.shared.wire import I32, pack  # noqa: E402
 from tests.support import tiny_models, vllm_engines  # noqa: E402
 from tests.support.adapter_versions import (  # noqa: E402

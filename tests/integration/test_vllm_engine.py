@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - only where torch is
 from rlboost.services.rollout_worker.ports import Engine  # noqa: E402
 from rlboost.shared.errors import Corrupt  # noqa: E402
-from rlboost.shared.weights.cached_version import CachedVersion  # noqa: E402
+from rlboost.shared.weights.cache import CachedVersion  # noqa: E402
 from tests.support import engine_updates, tiny_models, vllm_engines  # noqa: E402
 from tests.support.engines import Collector, request, run  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402

@@ -18,7 +18,7 @@ from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  #
 from rlboost.services.rollout_worker.ports import Engine  # noqa: E402
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402
 from rlboost.services.trainer.adapters.torch.ranks import Layout  # noqa: E402
-from rlboost.services.trainer.domain.batches import SequenceRow  # noqa: E402
+from rlboost.services.trainer.domain.plan import SequenceRow  # noqa: E402
 from rlboost.services.trainer.ports.engine import PolicySettings  # noqa: E402
 from rlboost.shared.data.vision import FAMILIES, VisionConfig, vision_of  # noqa: E402
 from rlboost.shared.job.training import OptimizerSpec  # noqa: E402

@@ -300,7 +300,7 @@ async def test_slow_peer_is_replaced_by_another_source(client: StoreClient, rig:
     async with served(trickle) as slow, served(lambda digest: Response(by_digest[digest])) as fast:
         await listed(rig, slow, chunks, "slow")
         await listed(rig, fast, chunks, "fast")
-        async with asyncio.timeout(10.0):  # the slow one alone would take 20 minutes
+        async with asyncio.timeout(60.0):  # the slow one alone would take 20 minutes
             await rig.assert_pulls()
     assert 1 <= len(asked) <= 4
 
@@ -351,7 +351,7 @@ async def test_peer_that_drips_costs_seconds(client: StoreClient, rig: Rig, drip
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     await listed(rig, f"http://127.0.0.1:{port}", chunks)
-    async with asyncio.timeout(15.0):
+    async with asyncio.timeout(60.0):
         await rig.assert_pulls()
     assert rig.from_store == WEIGHTS.nbytes
     server.close()
@@ -367,7 +367,7 @@ async def test_peer_that_is_always_busy_delays_a_pull_once(
     chunks = await publish(client)
     async with served(lambda _: Response(status_code=503)) as url:
         await listed(rig, url, chunks)
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(60.0):
             await rig.assert_pulls()
     assert rig.from_store == WEIGHTS.nbytes
 
@@ -378,7 +378,7 @@ async def test_claims_that_never_end_delay_a_pull_once(
     monkeypatch.setattr(selection, "MAX_IDLE_S", 1.0)
     chunks = await publish(client)
     await rig.bus.transact([Renew(weight_claim(digest), "other", 1e9) for digest in chunks])
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(60.0):
         await rig.assert_pulls()
     assert rig.from_store == WEIGHTS.nbytes
 

@@ -437,12 +437,19 @@ async def test_base_of_an_adapter_is_retained_while_another_job_is_pulled(
     publisher: Publisher, puller: Puller, client: StoreClient
 ) -> None:
     await publish_adapter(publisher)
+    sent = 0
     await puller.pull(JOB, 1)
+    sent += puller.last.from_store
     await publish(publisher, 0, {"w": np.arange(100)}, job="job-2")
     await puller.pull("job-2", 0)
-    await asyncio.sleep(1.0)  # the store counts a chunk after its last byte has left
-    sent = await metric(client, "rlboost_weight_store_bytes_out_total")
+    sent += puller.last.from_store
+
+    async def is_counted() -> bool:
+        return await metric(client, "rlboost_weight_store_bytes_out_total") >= sent
+
+    await eventually(is_counted)  # the store counts a chunk after its last byte has left
     await puller.pull(JOB, 1)
+    assert puller.last.from_store == 0
     assert await metric(client, "rlboost_weight_store_bytes_out_total") == sent
 
 

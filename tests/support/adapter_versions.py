@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from rlboost.services.rollout_worker.domain.requests import Request
-from rlboost.shared.weights.cache import PulledVersion
-from rlboost.shared.weights.cached_version import AdaptedVersion
+from rlboost.shared.weights.cache import AdaptedVersion, PulledVersion
 from tests.support import tiny_models
 from tests.support.engines import Collected, Collector, request
 from tests.support.eventually import eventually

@@ -264,9 +264,9 @@ class BlackBox:
                 url = self.url + path
                 time.sleep(0.2)
 
-    def events(self, job_id: str) -> list[dict[str, Any]]:
-        """Return what happened in a job that has ended."""
-        text = self._ask("GET", f"/v1/jobs/{job_id}/events").text
+    def events(self, job_id: str, *, follow: bool = True) -> list[dict[str, Any]]:
+        """Return what happened in a job: until its end, which it waits for, or without `follow` until now."""
+        text = self._ask("GET", f"/v1/jobs/{job_id}/events", params={"follow": follow}).text
         return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
 
     def leader(self) -> str:
@@ -274,12 +274,12 @@ class BlackBox:
         url = str(self._ask("GET", "/v1/fleet").url)
         return "manager" if url.startswith(self.url) else "standby"
 
-    def until(self, condition: Callable[[], bool], what: str, within_s: float = 180) -> None:
-        """Wait for a condition."""
+    def until(self, condition: Callable[[], bool], what: str, within_s: float = 180, *, every_s: float = 0.1) -> None:
+        """Wait for a condition; one that holds for a moment only is asked for more often."""
         limit = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < limit, f"not within {within_s} s: {what}{self.logs()}"
-            time.sleep(0.1)
+            time.sleep(every_s)
 
     def submit(self, spec: dict[str, Any]) -> str:
         """Create a job; return its id."""
@@ -344,7 +344,7 @@ class BlackBox:
             audit = self.get(f"/v1/jobs/{job_id}/audit")
             return completed or bool(audit["in_flight"] and audit["tokens_generated"] > before)
 
-        self.until(busy, "samples in flight")
+        self.until(busy, "samples in flight", every_s=0.01)
         return not completed
 
     def until_completed(self, job_id: str, within_s: float = 300) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rlboost.services.rollout_worker.ports import Changes
-from rlboost.shared.weights.cached_version import CachedVersion
+from rlboost.shared.weights.cache import CachedVersion
 from rlboost.shared.weights.changed_words import bits
 from tests.support.staged_versions import pulled
 from tests.support.staged_weights import shard

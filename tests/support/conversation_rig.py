@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlboost.services.trainer.domain.batches import TrainingRow
+from rlboost.services.trainer.domain.plan import TrainingRow
 from rlboost.services.trainer.ports.samples import Scores
 from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.ids import SampleId

@@ -14,7 +14,6 @@ from typing import Self
 import torch
 
 from rlboost.services.rollout_worker.adapters.engine_thread import ThreadedEngine
-from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.rollout_worker.generator import Generator
@@ -26,7 +25,7 @@ from rlboost.shared.streams.bus import START, Append, Bus
 from rlboost.shared.weights.access import IssuedAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.puller import Puller, PullStats
+from rlboost.shared.weights.puller import Puller, PullStats, StoreWeights
 from rlboost.shared.wire import F32, I32, ints, pack
 from tests.support.engines import Collected, Collector
 

@@ -31,7 +31,8 @@ class Served:
     ) -> None:
         model = model or str(system.model)
         fleet = AsyncFleet(system.manager.url, TOKEN, job=job, model=model, retry_for_s=WAIT_S)
-        app = create_app(Gateway(fleet, system.manager.url, TOKEN, model, WAIT_S, **options), api_key)
+        self.gateway = Gateway(fleet, system.manager.url, TOKEN, model, WAIT_S, **options)
+        app = create_app(self.gateway, api_key)
         self.system, self.url = system, f"http://127.0.0.1:{port}"
         self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
         self._thread = threading.Thread(target=self._server.run)

@@ -12,7 +12,7 @@ from transformers import (
     Lfm2Config,
 )
 
-from rlboost.services.trainer.adapters.torch.packing import attention
+from rlboost.services.trainer.adapters.torch.attention import attention
 from tests.support.tiny_models import VOCABULARY
 
 _SIZES: dict[str, Any] = {

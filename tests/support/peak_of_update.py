@@ -13,7 +13,7 @@ import peft  # noqa: F401 - imported by the optimizer's first step otherwise, wh
 from transformers import AutoModelForCausalLM  # noqa: F401 - likewise
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import TrainingRow
+from rlboost.services.trainer.domain.plan import TrainingRow
 from rlboost.services.trainer.ports.engine import PolicySettings
 from tests.support.losses import clipped_loss
 from tests.support.training_rows import training_row

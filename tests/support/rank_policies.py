@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
 from rlboost.services.trainer.adapters.torch.policy import RanksPolicy, TorchPolicy
 from rlboost.services.trainer.adapters.torch.ranks import Layout
-from rlboost.services.trainer.adapters.torch.tensors import RankShards
+from rlboost.services.trainer.adapters.weights import RankShards
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from tests.support.megatron_cpu import python_path

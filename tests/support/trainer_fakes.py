@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.function import LossFn
+from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow
 from rlboost.services.trainer.ports.engine import Exported, Loaded, Snapshot
 from rlboost.services.trainer.ports.samples import (
     CallRecord,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.services.trainer.app import Limits, Timing, Trainer
-from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.function import LossFn
+from rlboost.services.trainer.domain.plan import TrainingRow
 from rlboost.services.trainer.job.job import LEASE_TTL_S, DeviceThread, Job, RetryingBus
 from rlboost.services.trainer.ports.samples import Data, Prompt, RewardBatch, Scores
 from rlboost.services.trainer.ports.storage import CheckpointStore, JobResources, TrainState

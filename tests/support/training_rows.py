@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant
+from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow, constant
 from rlboost.shared.wire import F32, I32, U8, floats, ints, pack, unpack
 
 

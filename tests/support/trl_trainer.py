@@ -22,7 +22,6 @@ from datasets import load_dataset
 from peft import LoraConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer
 
 from rlboost.fleet import Fleet
@@ -40,6 +39,12 @@ def shard(trainer: Any) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(trainer.model, mesh=mesh)
     trainer.accelerator.prepare_model = lambda model, **_: model
+
+
+def last_whole_checkpoint(output: str) -> str | None:
+    """Return the newest checkpoint that has the file that is written last: a killed trainer may leave a part of one."""
+    folders = [file.parent for file in Path(output).glob("checkpoint-*/trainer_state.json")]
+    return str(max(folders, key=lambda folder: int(folder.name.rpartition("-")[2]))) if folders else None
 
 
 def main(url: str, token: str, folder: str, job: str, steps: str, output: str, batch: str, kind: str = "") -> None:
@@ -96,7 +101,7 @@ def main(url: str, token: str, folder: str, job: str, steps: str, output: str, b
         )
         if kind == "fsdp2":
             shard(trainer)
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(output) if Path(output).exists() else None)
+        trainer.train(resume_from_checkpoint=last_whole_checkpoint(output))
         rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
         last = {"prompts": trainer._logs["prompt"], "scores": trainer._logs["rewards"]["score"]}
         say(

@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rlboost.services.trainer.adapters.run_log import Opener, Row, RunLog
-from rlboost.services.trainer.adapters.torch.tensors import tensor_of
-from rlboost.services.trainer.domain.batches import TrainingRow
+from rlboost.services.trainer.adapters.weights import tensor_of
+from rlboost.services.trainer.domain.plan import TrainingRow
 from rlboost.services.trainer.ports.storage import LoggedSample, RunEnd
 from rlboost.shared import files
 from rlboost.shared.errors import DiskFull, Fatal

@@ -15,8 +15,8 @@ from functools import partial
 
 import structlog
 
-from rlboost.services.trainer.domain.batches import SequenceRow
 from rlboost.services.trainer.domain.canary_prompts import build_reference
+from rlboost.services.trainer.domain.plan import SequenceRow
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.engine import Exported, Loaded
 from rlboost.shared.errors import Fatal

@@ -11,8 +11,8 @@ from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.function import LossFn
+from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import Aggregation, CriticSpec
 from rlboost.shared.job.offline import OfflineJob

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.canary_prompts import CanaryPrompts
 from rlboost.services.trainer.domain.curriculum import SkipFunction
 from rlboost.services.trainer.domain.loss.function import LossFn
 from rlboost.services.trainer.domain.metrics import UNKNOWN_HARDWARE, TrainingHardware
+from rlboost.services.trainer.domain.plan import TrainingRow
 from rlboost.services.trainer.ports.engine import Critic, PolicyEngine, Snapshot
 from rlboost.services.trainer.ports.samples import Data, Environments, RewardFunction
 from rlboost.shared.job.agent import SessionId

@@ -44,7 +44,7 @@ from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.services.trainer.step.durable import DurableCurriculum, DurableResampling, StepReplacements
 from rlboost.services.trainer.step.judging import MAX_JUDGING_S, OtherModels
 from rlboost.services.trainer.step.sessions import OtherPolicy, StepSessions
-from rlboost.services.trainer.step.training_rows import add_conversation_rewards, reward_batch, sample_summaries
+from rlboost.services.trainer.step.texts import add_conversation_rewards, reward_batch, sample_summaries
 from rlboost.services.trainer.step.turns import StepTurns
 from rlboost.shared.errors import Fatal, Unprocessable, WaitTimedOut
 from rlboost.shared.ids import SampleId, group_of

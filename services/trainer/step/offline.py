@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from rlboost.services.trainer.domain import plan
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant, pack, select
 from rlboost.services.trainer.domain.loss import preference
 from rlboost.services.trainer.domain.loss.function import add_sums
 from rlboost.services.trainer.domain.metrics import OfflineStep, perplexity
+from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow, constant, pack, select
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.samples import Prompt
-from rlboost.services.trainer.step.training_rows import EngineCall, engine_columns
+from rlboost.services.trainer.step.run import EngineCall, engine_columns
 from rlboost.shared.data.examples import LABEL, MARGIN
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.offline import DpoJob, OfflineJob, RewardJob

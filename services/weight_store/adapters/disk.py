@@ -29,8 +29,7 @@ from blake3 import blake3
 from rlboost.services.weight_store.domain.versions import JobVersions, decode_model, encode_model
 from rlboost.services.weight_store.ports import BadChunk, LocalFile, StagedPart, StoreFull
 from rlboost.shared.errors import Fatal, NotFound
-from rlboost.shared.files import replace_file, sync_path, temporary_file
-from rlboost.shared.weights.cache import lock_directory
+from rlboost.shared.files import lock_directory, replace_file, sync_path, temporary_file
 from rlboost.shared.weights.manifest import ChunkRef
 from rlboost.shared.weights.rest_models import NONCE_FILE, ChunkDirectory, chunk_path
 

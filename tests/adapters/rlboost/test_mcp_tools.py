@@ -21,13 +21,8 @@ from tests.support.ports import reserve_port
 
 COMMAND = [sys.executable, "-m", "tests.support.mcp_server"]
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(sys.path)}
-SERVER = McpServer(COMMAND, env=ENVIRONMENT, timeout_s=1)
+SERVER = McpServer(COMMAND, env=ENVIRONMENT, timeout_s=60)
 """What a test breaks is started again by the next one."""
-
-
-@pytest.fixture(autouse=True)
-def _short_ping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "PING_LIMIT_S", 1)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -56,11 +51,15 @@ async def test_error_of_a_tool_is_a_result_for_the_model() -> None:
     wrong = await answer(environment, "add", a="three")
     assert wrong.startswith("error: ")
     assert "b" in wrong
-    assert await answer(environment, "wait", seconds=30) == "error: TimeoutError: no answer within 1 s"
+    hasty = ToolEnvironment(McpServer(COMMAND, env=ENVIRONMENT, timeout_s=1).tools())
+    assert await answer(hasty, "wait", seconds=30) == "error: TimeoutError: no answer within 1 s"
 
 
 @pytest.mark.parametrize(("fault", "limit_s"), [("hang", 3), ("die", 60)])
-async def test_server_that_fails_loses_its_calls_and_is_started_again(fault: str, limit_s: float) -> None:
+async def test_server_that_fails_loses_its_calls_and_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, fault: str, limit_s: float
+) -> None:
+    monkeypatch.setattr(adapter, "PING_LIMIT_S", 1)
     server = McpServer(COMMAND, env=ENVIRONMENT, timeout_s=limit_s)
     environment = ToolEnvironment(server.tools())
     before = await answer(environment, "pid")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from rlboost.services.rollout_worker.adapters.store_weights import ModelFolderSeeder
+from rlboost.services.rollout_worker.adapters.model_folder import ModelFolderSeeder
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
 

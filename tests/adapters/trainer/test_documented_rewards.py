@@ -11,7 +11,7 @@ import pytest
 from rlboost.services.trainer.adapters.data import load_data
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
 from rlboost.services.trainer.domain.groups import WholeGroup
-from rlboost.services.trainer.step.training_rows import reward_batch, sample_summaries
+from rlboost.services.trainer.step.texts import reward_batch, sample_summaries
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.job.spec import parse

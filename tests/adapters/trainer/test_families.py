@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Llama4Config, OlmoHybridConfig
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
+from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.data.vision import is_in_tower
 from rlboost.shared.errors import ConfigError

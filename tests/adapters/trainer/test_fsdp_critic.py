@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
+from rlboost.services.trainer.domain.plan import TrainingRow
 from rlboost.services.trainer.ports.engine import NotFinite, PolicySettings
 from rlboost.shared.errors import Corrupt, Retryable
 from rlboost.shared.job.algorithm import CriticSpec

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import TrainingRow, constant
 from rlboost.services.trainer.domain.loss.policy import PAIR_LOSS
 from rlboost.services.trainer.domain.loss.preference import weighted_scores
+from rlboost.services.trainer.domain.plan import TrainingRow, constant
 from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.wire import F32, I32, pack, unpack

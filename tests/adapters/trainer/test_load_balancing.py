@@ -14,9 +14,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter,
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import Routers
-from rlboost.services.trainer.domain.batches import select
 from rlboost.services.trainer.domain.loss.function import routing_metrics
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
+from rlboost.services.trainer.domain.plan import select
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec

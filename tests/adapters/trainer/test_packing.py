@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from rlboost.services.trainer.adapters.torch import layers
+from rlboost.services.trainer.adapters.torch.attention import PACKED, RowLengths
 from rlboost.services.trainer.adapters.torch.layers import attention_of
-from rlboost.services.trainer.adapters.torch.packing import PACKED, RowLengths
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.algorithm import CriticSpec

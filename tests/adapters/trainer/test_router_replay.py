@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import TrainingRow, select
 from rlboost.services.trainer.domain.loss.function import routing_metrics
+from rlboost.services.trainer.domain.plan import TrainingRow, select
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlboost.services.trainer.adapters import run_folder
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
+from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.job.run_profile import RunProfile

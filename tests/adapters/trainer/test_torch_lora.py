@@ -20,7 +20,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.weights.access import RecordKey
-from rlboost.shared.weights.cached_version import AdaptedVersion
+from rlboost.shared.weights.cache import AdaptedVersion
 from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.wire import floats, ints
 from tests.support.engine_steps import train

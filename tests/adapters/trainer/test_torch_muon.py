@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.fsdp import hidden_matrices, optimizers
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import constant
 from rlboost.services.trainer.domain.loss.function import sft_loss
+from rlboost.services.trainer.domain.plan import constant
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.ports.storage import JobResources

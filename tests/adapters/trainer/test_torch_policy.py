@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from rlboost.services.trainer import build
 from rlboost.services.trainer.adapters.torch.layers import EXPERTS
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.function import TokenBatch
+from rlboost.services.trainer.domain.plan import TrainingRow
 from rlboost.services.trainer.ports.engine import NotFinite, PolicySettings
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError

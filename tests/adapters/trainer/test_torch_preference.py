@@ -14,9 +14,9 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.loss.preference import weighted
+from rlboost.services.trainer.domain.plan import TrainingRow
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.algorithm import PreferenceSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from rlboost.shared.weights import torch_tensors
-from rlboost.shared.weights.cache import PulledVersion
-from rlboost.shared.weights.cached_version import CachedVersion
+from rlboost.shared.weights.cache import CachedVersion, PulledVersion
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
 
 

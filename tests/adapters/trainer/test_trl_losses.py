@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlboost.services.trainer.adapters.torch.packing import token_batch
-from rlboost.services.trainer.domain.batches import TrainingRow
+from rlboost.services.trainer.adapters.torch.passes import token_batch
 from rlboost.services.trainer.domain.groups import ScoredGroup
 from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.metrics import StepTally
-from rlboost.services.trainer.step.training_rows import TrainingRows
+from rlboost.services.trainer.domain.plan import TrainingRow
+from rlboost.services.trainer.step.run import TrainingRows
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.wire import F32, I32, pack

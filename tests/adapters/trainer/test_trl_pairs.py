@@ -14,9 +14,9 @@ from trl import DPOConfig, DPOTrainer
 
 from rlboost.services.trainer.adapters.data import load_data
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.policy import PAIR_LOSS
 from rlboost.services.trainer.domain.loss.preference import PairLogprobs, pair_losses, pair_metrics, weighted
+from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.shared.job.algorithm import PreferenceSpec

@@ -17,9 +17,9 @@ from rlboost.services.trainer.adapters.data import load_data
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder, RewardModel
 from rlboost.services.trainer.adapters.torch.models import classifier_of, initial_head
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.policy import PAIR_LOSS
 from rlboost.services.trainer.domain.loss.preference import score_metrics, weighted_labels, weighted_scores
+from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.ports.samples import Data, Prompt
 from rlboost.shared.data.examples import LABEL, MARGIN

@@ -16,7 +16,7 @@ from rlboost.services.rollout_worker.domain.speculation import Drafter
 from rlboost.services.rollout_worker.ports import Engine, EngineFailed, StagedWeights
 from rlboost.shared.errors import Conflict, Corrupt, Fatal
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
-from rlboost.shared.weights.cached_version import cached_version
+from rlboost.shared.weights.cache import cached_version
 from rlboost.shared.wire import I32, pack
 from tests.support import vllm_engines
 from tests.support.engines import Collector, FreePasses, request, run

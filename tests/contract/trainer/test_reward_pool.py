@@ -229,7 +229,7 @@ async def test_argument_that_something_else_replaces_is_refused(
 
 
 async def test_hanging_reward_is_killed_with_its_children(start: Start, tmp_path: Path) -> None:
-    pool = await start("mixed", timeout_s=0.5)
+    pool = await start("mixed", timeout_s=3.0)
     file = tmp_path / "pid"
     scores = await pool.score(batch("hang-with-child", file=str(file)))
     assert (scores.rewards, scores.reason) == (None, "timeout")
@@ -271,7 +271,7 @@ async def test_failing_reward_shows_its_line_row_and_log(tmp_path: Path) -> None
 
 async def test_hanging_reward_writes_where_it_hangs(tmp_path: Path) -> None:
     log = UserCodeLog(tmp_path / "reward.log")
-    pool = RewardPool(RewardSpec(function=f"{FUNCTIONS}:mixed", timeout_s=0.5), Waits(), log)
+    pool = RewardPool(RewardSpec(function=f"{FUNCTIONS}:mixed", timeout_s=3.0), Waits(), log)
     await pool.start()
     detail = (await pool.score(batch("hang"))).detail
     await pool.close()

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.domain import allocation
-from rlboost.services.rollout_manager.domain.allocation import (
+from rlboost.services.rollout_manager.domain import autoscale
+from rlboost.services.rollout_manager.domain.autoscale import (
     COOL_DOWN_S,
     Autoscaler,
     FleetView,
@@ -155,7 +155,7 @@ def test_targets_never_pass_a_limit(
 
 
 def fleet_view(world: World, pools: Sequence[Pool]) -> FleetView:
-    return allocation.fleet_view(world.jobs, world.fleet, OfferBook(pools), NO_LIMITS, Now(0.0, 0.0))
+    return autoscale.fleet_view(world.jobs, world.fleet, OfferBook(pools), NO_LIMITS, Now(0.0, 0.0))
 
 
 # --- what the world shows -----------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_deadlines_share_the_dollars_with_reserved_workers_and_other_jobs() -> N
 
     def late(limit: float) -> set[str]:
         book = OfferBook([Pool(kind="k", max_workers=20)])
-        seen = allocation.fleet_view(world.jobs, world.fleet, book, Limits(limit), Now(0.0, 0.0))
+        seen = autoscale.fleet_view(world.jobs, world.fleet, book, Limits(limit), Now(0.0, 0.0))
         return set(seen.late)
 
     assert late(1016.0) == set()
@@ -290,7 +290,7 @@ def test_closed_offer_does_not_make_a_job_meet_its_deadline(price: float, desire
     deadline_of(world, "j", 9000.0)
     book = OfferBook([Pool(kind="k", max_workers=6)])
     book.records["k"].fail("starts no workers", 0, 0.0)
-    seen = allocation.fleet_view(world.jobs, world.fleet, book, NO_LIMITS, Now(0.0, 0.0))
+    seen = autoscale.fleet_view(world.jobs, world.fleet, book, NO_LIMITS, Now(0.0, 0.0))
     assert (seen.desired, seen.late) == (desired, {"j": 51_000.0})
 
 
@@ -302,7 +302,7 @@ def test_limit_that_keeps_the_fleet_from_growing_is_named(limits: Limits, limite
     world = World(2.0, {"a": 0.5, "b": 0.5})
     priced_job(world, "j", 1)
     pools = [Pool(kind="a", max_workers=20), Pool(kind="b", max_workers=2)]
-    seen = allocation.fleet_view(world.jobs, world.fleet, OfferBook(pools), limits, Now(0.0, 0.0))
+    seen = autoscale.fleet_view(world.jobs, world.fleet, OfferBook(pools), limits, Now(0.0, 0.0))
     dollars = None if math.isinf(limits.dollars_per_hour) else limits.dollars_per_hour
     scaler = Autoscaler(dollars, 0.0, limits.max_share)
     scaler.decide(seen, None, 1.0)
@@ -377,7 +377,7 @@ class Workload:
                 self.finish_step()
             self.book.observe(self.world.fleet, self.scaler.targets, self.now)
             limits, now = self.scaler.limits(), Now(self.now, 0.0)
-            view = allocation.fleet_view(self.world.jobs, self.world.fleet, self.book, limits, now)
+            view = autoscale.fleet_view(self.world.jobs, self.world.fleet, self.book, limits, now)
             self.scaler.decide(view, None, self.now)
             if not seen or seen[-1] != self.scaler.targets:
                 seen.append(dict(self.scaler.targets))

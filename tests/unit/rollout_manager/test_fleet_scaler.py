@@ -14,7 +14,7 @@ import pytest
 
 from rlboost.services.rollout_manager.__main__ import main
 from rlboost.services.rollout_manager.api.jobs import build
-from rlboost.services.rollout_manager.domain.allocation import COOL_DOWN_S
+from rlboost.services.rollout_manager.domain.autoscale import COOL_DOWN_S
 from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.domain.offers import NO_CAPACITY, RETRY_S, UNFILLED_S, AwsMachine, Failure, Pool
 from rlboost.services.rollout_manager.domain.windows import WindowTuner

@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.domain.allocation import (
-    AllocatedWorker,
-    Demand,
-    fair_shares,
-    reallocate,
-    shares_of,
-)
+from rlboost.services.rollout_manager.domain.decide import AllocatedWorker, Demand, fair_shares, reallocate, shares_of
 from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.domain.jobs import LengthEstimates
 from rlboost.services.rollout_manager.domain.measurements import MIN_OBSERVATIONS, Profile

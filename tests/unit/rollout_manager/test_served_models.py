@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.allocation import Demand, fair_shares
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
-from rlboost.services.rollout_manager.domain.decide import decide
+from rlboost.services.rollout_manager.domain.decide import Demand, decide, fair_shares
 from rlboost.services.rollout_manager.domain.effects import Deliver, Now, Send
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.wait_status import job_wait_status

@@ -756,7 +756,7 @@ async def test_command_that_fails_unexpectedly_is_dead_lettered_and_rejoins(
 async def test_worker_that_redis_rejects_for_long_joins_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_app, "REJECTION_LIMIT_S", 0.1)
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
     await rig.manager.until_generated((1, 1), tokens=5)
     rig.rejected = worker
     again = await rig.manager.ready_worker(nth=2)
@@ -815,11 +815,12 @@ async def test_stop_while_an_update_rejoins_ends_the_worker(rig: Rig) -> None:
 
 async def test_worker_that_redis_rejects_for_a_moment_continues(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
     await rig.manager.until_generated((1, 1), tokens=5)
     rig.rejected = worker
     await eventually(lambda: rig.connection.incarnation.unsent.unsent_bytes)
     rig.rejected = ""
+    await rig.manager.send(worker, release((1, 1)))
     await rig.manager.until_finished((1, 1))
     assert len(await rig.manager.received(WorkerJoined)) == 1
 

@@ -14,7 +14,6 @@ from rlboost.services.rollout_manager.domain.jobs import Job, from_json, to_json
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.services.trainer.domain import warnings as health
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores
-from rlboost.services.trainer.step import training_rows
 from rlboost.shared.messages import Event, StepReport
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, HashSet
@@ -66,7 +65,7 @@ async def test_dropped_groups_are_warned_of_with_the_first_reason(tmp_path: Path
 
 
 async def test_a_long_completion_is_shown_by_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_rows, "_TEXT_CHARS", 100)
+    monkeypatch.setattr("rlboost.services.trainer.step.texts._TEXT_CHARS", 100)
     rig = Rig(tmp_path, spec(steps=3, sampling={"max_tokens": 4_000}))
     rig.reward = zero
     await rig.run()

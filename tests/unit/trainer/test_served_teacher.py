@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlboost.services.trainer.domain.batches import SequenceRow
-from rlboost.services.trainer.domain.plan import OtherModelIds, check, plan_step
+from rlboost.services.trainer.domain.plan import OtherModelIds, SequenceRow, check, plan_step
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.ports.storage import JobResources, OtherModel
 from rlboost.shared.errors import ConfigError

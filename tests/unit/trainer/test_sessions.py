@@ -20,8 +20,8 @@ from rlboost.services.trainer.domain.sessions import NO_CALL, UNKNOWN_ANSWER, Br
 from rlboost.services.trainer.ports.samples import EnvironmentFault, StepResult
 from rlboost.services.trainer.step import sessions as sessions_module
 from rlboost.services.trainer.step.intake import Intake, StepIntake
+from rlboost.services.trainer.step.run import TrainingRows
 from rlboost.services.trainer.step.sessions import OtherPolicy, StepSessions, watch_policies
-from rlboost.services.trainer.step.training_rows import TrainingRows
 from rlboost.shared.errors import Fatal, Unprocessable, WaitTimedOut
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.agent import AgentEnd, Rewards, SessionId

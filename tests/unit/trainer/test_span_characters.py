@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from unittest.mock import Mock
 
-from rlboost.services.trainer.step.training_rows import span_characters
+from rlboost.services.trainer.step.texts import span_characters
 
 TEXTS = {0: "", 1: "a", 2: "bc", 3: "def"}
 """Token 0 is special."""

@@ -17,9 +17,8 @@ import pytest
 
 from rlboost.services.trainer.adapters.user_code import load_loss
 from rlboost.services.trainer.domain.advantages import Experience, gae_advantages
-from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.function import LossFn
-from rlboost.services.trainer.domain.plan import plan_step
+from rlboost.services.trainer.domain.plan import TrainingRow, plan_step
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError

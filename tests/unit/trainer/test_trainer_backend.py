@@ -17,7 +17,7 @@ from rlboost.services.trainer.adapters.torch import ranks
 from rlboost.services.trainer.adapters.torch.fsdp import FsdpWeightMap
 from rlboost.services.trainer.adapters.torch.ranks import Coordinates, Layout, TensorSlice, rank_environment
 from rlboost.services.trainer.adapters.torch.tensors import SliceReader, write_slices
-from rlboost.services.trainer.domain.batches import partition
+from rlboost.services.trainer.domain.plan import partition
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import TrainerSpec

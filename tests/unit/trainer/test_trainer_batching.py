@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.trainer.domain.batches import Accumulate, OptimizerStep, UpdatePlanner, pack, select
+from rlboost.services.trainer.domain.plan import Accumulate, OptimizerStep, UpdatePlanner, pack, select
 
 lengths = st.integers(1, 60)
 

@@ -12,7 +12,7 @@ import pytest
 
 from rlboost.services.trainer.domain.conversations import messages_of
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores
-from rlboost.services.trainer.step import training_rows
+from rlboost.services.trainer.step import texts
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Message, Step
 from rlboost.shared.job.spec import parse
@@ -154,7 +154,7 @@ async def test_samples_are_read_with_the_tools_of_the_environment_next_to_the_lo
         assert threading.current_thread() is not threading.main_thread()
         return messages_of(*arguments)
 
-    monkeypatch.setattr(training_rows, "messages_of", messages)
+    monkeypatch.setattr(texts, "messages_of", messages)
     rig = await played(ConversationRig(tmp_path, WithTools, steps=1))
     assert len(await rig.samples()) == 8
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
+from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow
 from rlboost.services.trainer.job.job import DeviceThread
 from rlboost.services.trainer.step.run import DeviceTurn
 from tests.support.eventually import eventually

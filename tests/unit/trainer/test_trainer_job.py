@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from rlboost.services.trainer.domain.batches import SequenceRow
 from rlboost.services.trainer.domain.loss.function import LossFn
+from rlboost.services.trainer.domain.plan import SequenceRow
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.ids import SampleId

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.function import LossFn, TokenBatch, sft_loss
 from rlboost.services.trainer.domain.metrics import OfflineStep
+from rlboost.services.trainer.domain.plan import TrainingRow
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.ports.storage import JobResources

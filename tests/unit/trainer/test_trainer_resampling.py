@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.trainer.domain.batches import TrainingRow
-from rlboost.services.trainer.domain.plan import Replacements, check, has_signal
+from rlboost.services.trainer.domain.plan import Replacements, TrainingRow, check, has_signal
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlboost.services.trainer.domain.advantages import NEED_THE_STEP, Experience, gae_advantages, group_advantages
-from rlboost.services.trainer.domain.batches import Accumulate, UpdatePlanner, select
 from rlboost.services.trainer.domain.loss.function import TokenBatch, add_sums
 from rlboost.services.trainer.domain.loss.policy import job_loss, value_loss
 from rlboost.services.trainer.domain.loss.preference import PairLogprobs, best_and_worst, pair_losses
+from rlboost.services.trainer.domain.plan import Accumulate, UpdatePlanner, select
 from rlboost.shared.job.algorithm import PRESETS
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.wire import F32

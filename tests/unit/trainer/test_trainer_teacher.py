@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlboost.services.trainer.domain.batches import TrainingRow
+from rlboost.services.trainer.domain.plan import TrainingRow
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import RlJob, parse
 from rlboost.shared.wire import floats

@@ -30,8 +30,7 @@ from vllm.platforms import current_platform
 from rlboost.services.rollout_worker.adapters.vllm.load_errors import encode_load_error
 from rlboost.services.rollout_worker.adapters.vllm.plugin import is_unpacked
 from rlboost.shared.errors import UnsuitableWeights
-from rlboost.shared.weights.cache import PulledVersion
-from rlboost.shared.weights.cached_version import cached_version
+from rlboost.shared.weights.cache import PulledVersion, cached_version
 from rlboost.shared.weights.changed_words import ChangedWords, Placement, is_slice, write_words
 
 Placements = dict[str, list[Placement]]

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from rlboost.services.trainer.adapters.megatron.model_shape import ModelShape
 from rlboost.services.trainer.adapters.megatron.weight_map import MegatronWeightMap
-from rlboost.services.trainer.adapters.torch.packing import ContextGroup, attention
+from rlboost.services.trainer.adapters.torch.attention import ContextGroup, attention
 from rlboost.services.trainer.adapters.torch.ranks import Coordinates, Layout
 from rlboost.services.trainer.adapters.torch.routing import Balance, Replay, layer_balance, times_selected
 from rlboost.services.trainer.domain.loss.function import add_sums

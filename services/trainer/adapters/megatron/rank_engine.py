@@ -24,8 +24,9 @@ from rlboost.services.trainer.adapters.megatron.model import (
     TrainedMegatronModel,
 )
 from rlboost.services.trainer.adapters.megatron.model_shape import ModelShape
+from rlboost.services.trainer.adapters.torch.attention import ContextGroup
 from rlboost.services.trainer.adapters.torch.engine import COLLECTIVE_LIMIT, RankEngine
-from rlboost.services.trainer.adapters.torch.packing import DUMMY_ROWS, ContextGroup, Packed, packed, replayed
+from rlboost.services.trainer.adapters.torch.passes import DUMMY_ROWS, Packed, packed, replayed
 from rlboost.services.trainer.adapters.torch.ranks import Coordinates, Layout
 from rlboost.services.trainer.adapters.torch.routing import Replay
 from rlboost.services.trainer.adapters.torch.trainable import (
@@ -38,7 +39,7 @@ from rlboost.services.trainer.adapters.torch.trainable import (
     MicroBatch,
     Trainable,
 )
-from rlboost.services.trainer.domain.batches import SequenceRow
+from rlboost.services.trainer.domain.plan import SequenceRow
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.wire import RoutedShape

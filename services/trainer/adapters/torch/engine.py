@@ -25,11 +25,7 @@ from torch.profiler import ProfilerActivity
 
 from rlboost.services.trainer.adapters.checkpoint_folder import CRITIC_PREFIX
 from rlboost.services.trainer.adapters.torch.ranks import Coordinates, Layout
-from rlboost.services.trainer.adapters.torch.tensors import (
-    SliceReader,
-    host_shards,
-    tensor_of,
-)
+from rlboost.services.trainer.adapters.torch.tensors import SliceReader
 from rlboost.services.trainer.adapters.torch.trainable import (
     WEIGHT,
     Balancing,
@@ -48,6 +44,7 @@ from rlboost.services.trainer.adapters.torch.trainable import (
     slices_of,
     write_file,
 )
+from rlboost.services.trainer.adapters.weights import host_shards, tensor_of
 from rlboost.services.trainer.ports.engine import MAX_TRACE_BYTES, Loaded, PolicySettings, Snapshot
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from rlboost.services.trainer.adapters.torch.attention import ContextGroup
 from rlboost.services.trainer.adapters.torch.engine import COLLECTIVE_LIMIT, GradientFn, RankEngine
 from rlboost.services.trainer.adapters.torch.layers import (
     Adapter,
@@ -35,8 +36,7 @@ from rlboost.services.trainer.adapters.torch.models import (
     whole_critic,
     whole_model,
 )
-from rlboost.services.trainer.adapters.torch.packing import DUMMY_ROWS, ContextGroup
-from rlboost.services.trainer.adapters.torch.passes import LogprobPass, ScorePass, ValuePass, with_scores
+from rlboost.services.trainer.adapters.torch.passes import DUMMY_ROWS, LogprobPass, ScorePass, ValuePass, with_scores
 from rlboost.services.trainer.adapters.torch.ranks import Coordinates, Layout, TensorSlice
 from rlboost.services.trainer.adapters.torch.trainable import (
     MOMENTS,

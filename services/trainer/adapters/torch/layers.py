@@ -19,7 +19,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from rlboost.services.trainer.adapters.torch.packing import PACKED, Packed, model_inputs, packs_rows
+from rlboost.services.trainer.adapters.torch.attention import PACKED, packs_rows
+from rlboost.services.trainer.adapters.torch.passes import Packed, model_inputs
 from rlboost.shared.data.vision import FAMILIES
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, check_targets
@@ -199,7 +200,7 @@ _TOLERANCE = 1e-3
 def attention_of(config: Any, *, warns: bool = True) -> str:
     """Return the attention with which a model is trained: its `attn_implementation`.
 
-    It is `packing.PACKED` if layers mix tokens by causal attention only, and packed rows have the logits of separate
+    It is `attention.PACKED` if layers mix tokens by causal attention only, and packed rows have the logits of separate
     ones. Recurrent layers, convolutions along the tokens and attention in chunks would mix neighboring rows. A model
     with them computes one row at a time, by transformers' own attention.
 

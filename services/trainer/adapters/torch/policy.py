@@ -25,10 +25,10 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from rlboost.services.trainer.adapters.tokens import UNLOADABLE
+from rlboost.services.trainer.adapters.torch.attention import PACKED, one_row_each
 from rlboost.services.trainer.adapters.torch.fsdp import FsdpRank
 from rlboost.services.trainer.adapters.torch.layers import attention_of, require_packed
-from rlboost.services.trainer.adapters.torch.packing import PACKED, one_row_each, token_batch
-from rlboost.services.trainer.adapters.torch.passes import summed_value_loss
+from rlboost.services.trainer.adapters.torch.passes import summed_value_loss, token_batch
 from rlboost.services.trainer.adapters.torch.ranks import (
     Coordinates,
     Launcher,
@@ -38,17 +38,10 @@ from rlboost.services.trainer.adapters.torch.ranks import (
     TensorSlice,
     require_divisible_heads,
 )
-from rlboost.services.trainer.adapters.torch.tensors import (
-    RankShards,
-    ScratchDir,
-    merged_shards,
-    remove_stale,
-    tensor_of,
-    whole_shards,
-    write_slices,
-)
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, partition, select
+from rlboost.services.trainer.adapters.torch.tensors import ScratchDir, remove_stale, write_slices
+from rlboost.services.trainer.adapters.weights import RankShards, merged_shards, tensor_of, whole_shards
 from rlboost.services.trainer.domain.loss.function import LossFn, add_sums
+from rlboost.services.trainer.domain.plan import SequenceRow, TrainingRow, partition, select
 from rlboost.services.trainer.ports.engine import (
     PROFILED_BATCHES,
     Exported,

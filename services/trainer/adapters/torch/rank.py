@@ -19,7 +19,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from rlboost.services.trainer.adapters.torch.ranks import Layout, encode_error, receive, send
-from rlboost.services.trainer.domain.batches import SequenceRow
+from rlboost.services.trainer.domain.plan import SequenceRow
 from rlboost.shared.process.modules import modules_hidden
 from rlboost.shared.process.system import gc_paused
 

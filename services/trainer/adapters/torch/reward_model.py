@@ -16,11 +16,11 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from rlboost.services.trainer.adapters.data import RewardTokenizer
+from rlboost.services.trainer.adapters.torch.attention import PACKED, one_row_each
 from rlboost.services.trainer.adapters.torch.layers import attention_of
 from rlboost.services.trainer.adapters.torch.models import whole_model
-from rlboost.services.trainer.adapters.torch.packing import PACKED, one_row_each
 from rlboost.services.trainer.adapters.torch.passes import ScorePass, with_scores
-from rlboost.services.trainer.domain.batches import SequenceRow, pack
+from rlboost.services.trainer.domain.plan import SequenceRow, pack
 from rlboost.shared.model.folder import require_scores
 from rlboost.shared.wire import I32
 from rlboost.shared.wire import pack as pack_column

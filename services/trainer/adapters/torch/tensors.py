@@ -1,4 +1,4 @@
-"""Tensors divided among ranks: in files that any other partition reads back, and as they are exported and published."""
+"""Tensors divided among ranks, in files that any other partition reads back."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -21,12 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlboost.services.trainer.adapters.torch.ranks import RankCalls, TensorSlice
-from rlboost.services.trainer.ports.engine import Loaded
-from rlboost.shared.model.folder import HEAD
-from rlboost.shared.weights.lora import adapter_of
-from rlboost.shared.weights.manifest import ChunkCopy, ChunkRef, Shard, digest_of
-from rlboost.shared.weights.torch_tensors import merged
+from rlboost.services.trainer.adapters.torch.ranks import TensorSlice
 
 # --- Scratch directories for tensors in transit, removed even if their process is killed ------------------------------
 
@@ -197,147 +191,3 @@ class SliceReader:
 
 def _relative(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a - start, b - start) for a, b, start in zip(low, high, origin, strict=True))
-
-
-# --- Shards, as weights are published, and torch tensors --------------------------------------------------------------
-
-
-def tensor_of(shard: Shard) -> Tensor:
-    """Return a copy of a shard as a tensor."""
-    return torch.frombuffer(bytearray(shard.data), dtype=getattr(torch, shard.dtype)).reshape(shard.local_shape)
-
-
-def shard_of(s: TensorSlice, tensor: Tensor) -> Shard:
-    """Return a contiguous tensor on the CPU as a shard, which shares its memory."""
-    raw = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return Shard(s.name, str(tensor.dtype).removeprefix("torch."), s.global_shape, s.offset, s.local_shape, raw)
-
-
-def whole_shard(name: str, tensor: Tensor) -> Shard:
-    """Return a contiguous tensor on the CPU as a shard with all of it, which shares its memory."""
-    return shard_of(TensorSlice.whole(name, tuple(tensor.shape)), tensor)
-
-
-def host_shards(values: Iterable[tuple[TensorSlice, Tensor]]) -> Iterator[Shard]:
-    """Yield slices as shards, without a copy if the tensor is in host memory.
-
-    From a GPU the next tensor is copied while the caller uses a shard.
-    """
-    previous: _HostCopy | None = None
-    for s, value in values:
-        current = _HostCopy(s, value)
-        if previous is not None:
-            yield previous.shard()
-        previous = current
-    if previous is not None:
-        yield previous.shard()
-
-
-class _HostCopy:
-    """An asynchronous copy of a tensor to host memory."""
-
-    def __init__(self, s: TensorSlice, value: Tensor) -> None:
-        self._slice = s
-        self._value = value.detach().contiguous()
-        self._copied: torch.cuda.Event | None = None
-        if value.device.type == "cuda":
-            self._value = torch.empty_like(self._value, device="cpu", pin_memory=True)
-            self._value.copy_(value, non_blocking=True)
-            self._copied = torch.cuda.current_stream(value.device).record_event()
-
-    def shard(self) -> Shard:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return shard_of(self._slice, self._value)
-
-
-# --- Tensors that the ranks export: whole, or for a version that the ranks upload to the weight store themselves ------
-
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""Name of a tensor -> shape of the whole tensor."""
-
-
-class RankShards(Iterator[Shard]):
-    """The whole model. If iterated, whole tensors, which the ranks write into a scratch directory first."""
-
-    def __init__(self, ranks: RankCalls, shapes: Shapes, folder: Path | None) -> None:
-        """Bind to the ranks; the first iteration asks them for tensors.
-
-        Args:
-            ranks: the ranks, with a loaded model.
-            shapes: shapes of the model's tensors.
-            folder: parent of the scratch directory.
-
-        """
-        self._ranks = ranks
-        self._whole = whole_shards(ranks, "base", shapes, folder)
-
-    def __next__(self) -> Shard:
-        return next(self._whole)
-
-    def digests(self) -> dict[tuple[str, tuple[int, ...], tuple[int, ...], str], str]:
-        """Return (name, offset, shape, dtype) -> digest of every rank's shards."""
-        return {
-            (name, tuple(offset), tuple(shape), dtype): digest
-            for found in self._ranks.call("digests", {})
-            for name, offset, shape, dtype, digest in found
-        }
-
-    def chunks_among(self, digests: AbstractSet[str]) -> list[ChunkCopy]:
-        """Return copies of the chunks with these digests, as the ranks publish them."""
-        found = self._ranks.call("chunks_among", {"digests": list(digests)})
-        return [(ChunkRef(digest_of(data), len(data)), data) for of_rank in found for data in of_rank]
-
-    def publish(self, store: dict[str, str], job_id: str, version: int, *, limit_s: float, deltas: bool) -> list[str]:
-        """Have each rank upload its part of a version to the weight store; return the parts' digests, in order.
-
-        Args:
-            store: `url` and `token` of the weight store.
-            job_id: the job whose weights these are.
-            version: the weight version.
-            limit_s: how long the store may be unavailable.
-            deltas: publish deltas too.
-
-        Raises:
-            WaitTimedOut: the store was unavailable for longer than `limit_s`.
-
-        """
-        arguments = {"store": store, "job_id": job_id, "version": version, "limit_s": limit_s, "deltas": deltas}
-        return [digest for digest in self._ranks.call("publish", arguments) if digest]
-
-
-def whole_shards(ranks: RankCalls, what: Loaded, shapes: Shapes, folder: Path | None) -> Iterator[Shard]:
-    """Yield the tensors of the model or of its adapter. The arguments are those of `RankShards`."""
-    with ScratchDir(folder) as directory:
-        ranks.call("write", {"directory": str(directory), "what": what})
-        with SliceReader(sorted(directory.iterdir())) as reader:
-            for name, shape in shapes.items():
-                yield whole_shard(name, reader.read(TensorSlice.whole(name, shape)))
-
-
-def merged_shards(
-    base: Iterable[Shard], adapter: Iterable[Shard], adapter_json: str, shapes: Shapes
-) -> Iterator[Shard]:
-    """Yield the tensors of a model with its adapter merged in, with the same bits as workers merge it.
-
-    The head of a reward model comes from the adapter.
-
-    Args:
-        base: the whole tensors of the model.
-        adapter: the tensors of the adapter.
-        adapter_json: PEFT's `adapter_config.json`.
-        shapes: shapes of the model's tensors.
-
-    """
-    tensors = {shard.name: tensor_of(shard) for shard in adapter}
-    if (head := tensors.pop(f"base_model.model.{HEAD}", None)) is not None:
-        adapter_json = json.dumps({**json.loads(adapter_json), "modules_to_save": None})
-    found = adapter_of(adapter_json, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, shapes)
-    for shard in base:
-        if (pair := found.factors.get(shard.name)) is None:
-            yield shard
-        else:
-            yield whole_shard(shard.name, merged(tensor_of(shard), tensors[pair.a], tensors[pair.b], found.scaling))
-    if head is not None:
-        yield whole_shard(HEAD, head)

@@ -24,8 +24,8 @@ from rlboost.services.trainer.adapters.torch.tensors import (
     host_copies,
     write_slices,
 )
-from rlboost.services.trainer.domain.batches import SequenceRow
 from rlboost.services.trainer.domain.loss.policy import divisor
+from rlboost.services.trainer.domain.plan import SequenceRow
 from rlboost.services.trainer.ports.engine import Loaded, Snapshot
 from rlboost.shared.errors import ConfigError, Corrupt, DiskFull
 from rlboost.shared.files import write_error

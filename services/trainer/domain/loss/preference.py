@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from rlboost.services.trainer.domain.advantages import all_equal, is_equal
-from rlboost.services.trainer.domain.batches import TrainingRow, constant
+from rlboost.services.trainer.domain.plan import TrainingRow, constant
 from rlboost.shared.job.algorithm import PreferenceSpec
 from rlboost.shared.wire import F32, unpack
 

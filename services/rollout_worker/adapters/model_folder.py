@@ -1,37 +1,27 @@
-"""The weights that an engine loads: pulled from the weight store into the cache, or taken from a model folder."""
+"""Fills the cache from a model folder on this machine, such as the public model in a machine image.
+
+The first version of a job is usually that model, so its chunks can be built from the folder's files. A chunk is cached
+only if its digest matches: a folder with another model costs the time to read it. One that cannot be read is reported.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from rlboost.shared.errors import ConfigError, UnsuitableWeights
+from rlboost.shared.errors import ConfigError
 from rlboost.shared.model.folder import tensor_names
-from rlboost.shared.weights.access import IssuedAccess
 from rlboost.shared.weights.cache import Cache
-from rlboost.shared.weights.cached_version import cached_version
-from rlboost.shared.weights.client import StoreClient, retry_unavailable
-from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry
-from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.manifest import Manifest, Part, TensorEntry
 
 if TYPE_CHECKING:
     import torch
 
-    from rlboost.services.rollout_worker.ports import StagedWeights
-
 log = structlog.get_logger(__name__)
-
-_MAX_TOKENIZERS = 16
-"""Of jobs that share the engine; each is some megabytes."""
-
-# --- Fills the cache from a model folder on this machine, such as the public model in a machine image -----------------
-# The first version of a job is usually that model, so its chunks can be built from the folder's files. A chunk is
-# cached only if its digest matches: a folder with another model costs the time to read it. One that cannot be read is
-# reported.
 
 
 class ModelFolderSeeder:
@@ -101,47 +91,3 @@ def _bytes(entry: TensorEntry, found: Any) -> bytes:
     # Rounded as the trainer rounds its initial model.
     tensor: torch.Tensor = (found[region] if region else found[:]).to(getattr(torch, entry.dtype))
     return b"" if not tensor.numel() else tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-# --- Pulls weights from the weight store into this machine's cache ----------------------------------------------------
-
-
-class StoreWeights:
-    """`ports.WeightSource` on one weight store."""
-
-    def __init__(
-        self,
-        puller: Puller,
-        client: StoreClient,
-        access: IssuedAccess,
-        fetch_tokenizer: Callable[[str], Awaitable[str]],
-    ) -> None:
-        """Use a puller, its client, which has this access, and what fetches the tokenizer of a job."""
-        self._puller = puller
-        self._client = client
-        self._access = access
-        self._fetch_tokenizer = fetch_tokenizer
-        self._tokenizers: dict[str, str] = {}
-
-    async def pull(self, job_id: str, version: int) -> StagedWeights:
-        pulled = await self._puller.pull(job_id, version)
-        try:
-            return cached_version(pulled)
-        except ConfigError as error:  # of what was published: the next version may be another
-            raise UnsuitableWeights(str(error)) from error
-
-    async def tokenizer_json(self, job_id: str) -> str:
-        if job_id not in self._tokenizers:
-            while len(self._tokenizers) >= _MAX_TOKENIZERS:
-                del self._tokenizers[next(iter(self._tokenizers))]
-            self._tokenizers[job_id] = await self._fetch_tokenizer(job_id)
-        return self._tokenizers[job_id]
-
-    async def image(self, digest: str, n_bytes: int) -> bytes:
-        return await retry_unavailable(lambda: self._client.read(ChunkRef(digest, n_bytes)))
-
-    def verify_cache_again(self) -> None:
-        self._puller.verify_cache_again()
-
-    def renew_access(self, credential: str) -> None:
-        self._access.credential = credential
