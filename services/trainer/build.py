@@ -159,7 +159,13 @@ def _rewards(
     has_chats = any(not isinstance(prompt.given, str) for prompt in prompts)
     log = UserCodeLog(folder / "reward.log")
     models = {model: _scorer(config, spec, model, created, has_chats=has_chats) for model in spec.held_reward_models}
-    return RewardPool(spec.reward, waits, log, token_origins=token_origins, columns=columns, models=models)
+    served = {
+        name: digest_of_weights(find_model(spec.models[name].model, f"models.{name}.model"))
+        for name in sorted(spec.served_reward_models)
+    }
+    return RewardPool(
+        spec.reward, waits, log, token_origins=token_origins, columns=columns, models=models, served=served
+    )
 
 
 def _scorer(config: Settings, spec: JobSpec, name: str, created: datetime, *, has_chats: bool) -> RewardModelSource:

@@ -102,6 +102,8 @@ def test_a_policy_learns_from_a_reward_model_what_it_learned_from_pairs(
         for sample in box.get(f"/v1/jobs/{served_id}/samples"):
             assert sample["rewards"]["served"] == pytest.approx(sample["rewards"]["held"], abs=0.05)  # in bfloat16
             assert sample["verdicts"]["served"]["job_id"] == f"{served_id}.scores"
+            assert set(sample["reward_models"].values()) == {digest_of_weights(scores)}
+            assert set(sample["reward_models"]) == {"scores", str(scores)}
         audit = box.get(f"/v1/jobs/{served_id}.scores/audit")
         assert audit["requested"] == audit["delivered"] == STEPS * PROMPTS * GROUP
         assert (audit["dropped"], audit["duplicates"]) == ({}, 0)

@@ -75,6 +75,7 @@ class RewardPool:
         token_origins: Collection[str] = (),
         columns: Collection[str] = (),
         models: Mapping[str, RewardModelSource] = MappingProxyType({}),
+        served: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Describe the processes; `start` starts them.
 
@@ -84,10 +85,11 @@ class RewardPool:
             log: where the output of the processes goes.
             token_origins: services that may get `REWARD_TOKEN`, as `origin_of` names them.
             columns: those of the data, without the prompt.
-            models: the reward models that the processes hold, as the job file names them; workers serve all others.
+            models: the reward models that the processes hold, as the job file names them.
+            served: those that workers serve, with the digests of their weights.
 
         """
-        self._models = {name: model.digest for name, model in models.items()}
+        self._models = {**{name: model.digest for name, model in models.items()}, **served}
         self._spec = spec
         self._waits = waits
         self._log = log
