@@ -382,20 +382,28 @@ def read_yaml(text: str) -> object:
         raise yaml.YAMLError("its lists and sections are nested too deep") from error
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, interns: bool = False) -> Any:
     """Return the value of a JSON text.
+
+    Args:
+        text: it.
+        interns: share the names of keys with those of other texts, as of rows: 920 bytes in place of 1,300 for a
+            prompt of 60 words. Python 3.12 never frees them.
 
     Raises:
         ValueError: it is not JSON, or has an object with two keys of one name, of which Python would keep the last one.
         RecursionError: it is nested too deep.
 
     """
-    return json.loads(text, object_pairs_hook=_object)
+    return json.loads(text, object_pairs_hook=_interned if interns else _object)
+
+
+def _interned(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return _object([(sys.intern(name), value) for name, value in pairs])
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Else each row has names of its own for its columns: 1,300 bytes in place of 920 for a prompt of 60 words.
-    found = {sys.intern(name): value for name, value in pairs}
+    found = dict(pairs)
     if len(found) < len(pairs):
         (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice!r} is there twice: remove one")

@@ -198,7 +198,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         raw = read_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        if file.parts[0] in {"http:", "https:"}:
+        if file.parts[:1] in {("http:",), ("https:",)}:
             raise ConfigError(f"{file} is a URL, not a file: give it with --url") from error
         raise ConfigError(
             f"{file}: {getattr(error, 'strerror', None) or error}: name a file that can be read"

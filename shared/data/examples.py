@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from rlboost.shared.data.messages import (
@@ -286,12 +287,15 @@ def hidden_part(values: Mapping[str, Any], prompt_key: str, prompt: str | Messag
 
     Such columns are those of a system prompt and, next to an `instruction`, those of Alpaca.
     """
-    shown = prompt if isinstance(prompt, str) else ""
+    contents = [prompt] if isinstance(prompt, str) else [one.get("content") for one in prompt]
+    parts = chain.from_iterable(content if isinstance(content, list) else [content] for content in contents)
+    shown = "\n".join(str(part.get("text") if isinstance(part, dict) else part) for part in parts)
     has_system = not isinstance(prompt, str) and any(one.get("role") in ("system", "developer") for one in prompt)
     names = [*(() if has_system else ("system", "system_prompt")), *(_ALPACA if prompt_key == "instruction" else ())]
     for name in names:
         value = values.get(name)
-        given = value.strip() if isinstance(value, str) else value if name in _ALPACA else None
+        is_part = name in _ALPACA and str(value) != "nan"  # as pandas writes an empty text
+        given = value.strip() if isinstance(value, str) else value if is_part else None
         if name != prompt_key and given and str(given) not in shown:
             return f"the column {name!r} ({value!r:.60}) is not shown to the model"
     return ""

@@ -224,7 +224,7 @@ def _jsonl(source: str, path: Path) -> Iterator[Row]:
                         source, place, "a JSON array begins: name such a file .json, or give an object per line"
                     )
                 try:
-                    values = parse_json(line)
+                    values = parse_json(line, interns=True)
                 except (ValueError, RecursionError) as error:
                     raise BadRow(source, place, f"not JSON: {error}") from error
                 yield Row(source, place, _required_object(source, place, values))

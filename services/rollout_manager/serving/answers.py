@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any, Literal
@@ -229,7 +230,7 @@ class PromptLogprobs:
 
         """
         self._model, self._prompt, self._name = model, prompt, token_namer(model, body)
-        self._text = text if isinstance(text, str) else model.decode_raw(ints(prompt))
+        self._given = text
         self._found: list[tuple[int, float, list[tuple[int, float]]]] = []
         """(Token, log-probability, those of the most likely ones)."""
         self._spans: Sequence[tuple[str, int, int]] = ()
@@ -260,6 +261,10 @@ class PromptLogprobs:
     def _scored(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
         text = self._model.token_text(token) if self._model.has_tokenizer else None
         return {"logprob": logprob, "rank": rank, "decoded_token": text}
+
+    @cached_property
+    def _text(self) -> str:
+        return self._given if isinstance(self._given, str) else self._model.decode_raw(ints(self._prompt))
 
     def echoed(self, choice: dict[str, Any]) -> dict[str, Any]:
         """Return what a choice has in place of its own text and lists, with the prompt's before them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,8 @@ def test_turn_that_is_not_to_be_trained_is_none_with_assistant_only_loss(chat_mo
 def test_what_an_instruction_is_about_is_not_left_out(model: Path, name: str) -> None:
     """Alpaca's rows; an empty `input`, as many have, is none."""
     row: dict[str, Any] = {"instruction": "t5", "completion": "t7", "input": "", "history": []}
-    assert pairs(load(model, row, prompt_key="instruction")) == [([1, 5], [7, 2])]
+    for empty in (row[name], None, math.nan):
+        assert pairs(load(model, {**row, name: empty}, prompt_key="instruction")) == [([1, 5], [7, 2])]
     with pytest.raises(ConfigError, match=f"line 1: the column '{name}' .* is not shown to the model: put it into"):
         load(model, {**row, name: "t6" if name == "input" else [["t6", "t7"]]}, prompt_key="instruction")
     assert len(load(model, {"prompt": "t5", "completion": "t7", name: "t6"}).train) == 1
@@ -154,6 +156,11 @@ def test_system_prompt_that_the_model_sees_may_be_a_column_too(chat_model: Path)
     messages = [{"role": "system", "content": "t8"}, USER, ANSWER]
     assert len(load(chat_model, {"messages": messages, "system": "t8"}).train) == 1
     assert len(load(chat_model, {"messages": [USER, ANSWER], "system": " ", "system_prompt": None}).train) == 1
+    for content in ("t8 t5 t6", [{"type": "text", "text": "t8"}, {"type": "text", "text": " t5"}]):
+        asked = {"role": "user", "content": content}  # as for templates without a role for it
+        assert len(load(chat_model, {"messages": [asked, ANSWER], "system": "t8"}).train) == 1
+    with pytest.raises(ConfigError, match="the column 'system' .* is not shown"):
+        load(chat_model, {"messages": [USER, ANSWER], "system": "t8"})
 
 
 def test_too_long_rows_are_dropped_and_counted(model: Path) -> None:

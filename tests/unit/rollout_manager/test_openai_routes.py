@@ -29,7 +29,7 @@ from rlboost.services.rollout_manager.serving.schemas import (
     parse_chat,
     parse_completion,
 )
-from rlboost.services.rollout_manager.serving.text import MAX_READS
+from rlboost.services.rollout_manager.serving.text import MAX_READS, ServedModel
 from rlboost.shared.http.problem import Problem
 from tests.support.eventually import eventually
 from tests.support.manager_fakes import FakeTokenizer
@@ -379,6 +379,22 @@ async def test_echo_begins_a_text_with_its_prompt_as_it_was_given(site: Site, pr
     assert (echoed.text, echoed.logprobs) == (given + plain.text, None)
     only = await site.client().completions.create(**{**asked, "max_tokens": 0}, echo=True)
     assert (only.choices[0].text, only.choices[0].finish_reason) == (given, "length")
+
+
+async def test_prompt_of_tokens_is_decoded_for_echo_only(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have a hundred thousand tokens, and the manager's loop decodes it."""
+    decoded: list[int] = []
+
+    def decode(self: ServedModel, tokens: Sequence[int]) -> str:
+        decoded.append(len(tokens))
+        return ""
+
+    monkeypatch.setattr(ServedModel, "decode_raw", decode)
+    asked: dict[str, Any] = {"model": "j", "prompt": [97] * 50, "max_tokens": 1, "n": 2}
+    await site.client().completions.create(**asked)
+    assert 50 not in decoded
+    await site.client().completions.create(**asked, echo=True)
+    assert decoded.count(50) == 1
 
 
 @pytest.mark.parametrize(
