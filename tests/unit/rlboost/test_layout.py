@@ -197,6 +197,15 @@ def test_file_with_unknown_key_suggests_the_right_one(tmp_path: Path) -> None:
         load(SystemSpec, file, {})
 
 
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [(".", "Is a directory: name a file"), ("https://host:1", "is a URL, not a file: give it with --url")],
+)
+def test_what_is_no_file_is_refused(file: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load(SystemSpec, Path(file), {})
+
+
 def test_host_is_one_address_and_this_machine_alone_by_default() -> None:
     assert options(1).host == "127.0.0.1"
     assert options(1).redis_port == 0
