@@ -129,3 +129,10 @@ def test_key_that_is_there_twice_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "train.jsonl").write_text(f'{{"prompt": "0"}}\n{line}\n')
     with pytest.raises(BadRow, match=r"line 2: not JSON: the key '(prompt|a)' is there twice: remove one"):
         list(read_rows(str(tmp_path / "train.jsonl")))
+
+
+def test_rows_share_the_names_of_their_columns(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"some_column": {"inner": 1}}\n' * 2)
+    one, other = (row.values for row in read_rows(str(tmp_path / "train.jsonl")))
+    assert next(iter(one)) is next(iter(other))
+    assert next(iter(one["some_column"])) is next(iter(other["some_column"]))
