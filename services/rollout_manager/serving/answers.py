@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any, Literal
@@ -243,8 +243,9 @@ class PromptLogprobs:
             both = [(one, max(value, MIN_LOGPROB)) for one, value in ((token, logprob), *top)]
             self._found.append((*both[0], both[1:]))
 
+    @cached_property
     def fields(self) -> dict[str, Any]:
-        """Return vLLM's `prompt_logprobs` of each choice, and the versions of the weights.
+        """What each choice has: vLLM's `prompt_logprobs`, and the versions of the weights.
 
         The rank of a token is null unless it is among the most likely ones.
         """
@@ -271,7 +272,7 @@ class PromptLogprobs:
         text, after = self._text + choice["text"], choice["logprobs"]
         if after is None:
             return {"text": text}
-        name = self._name
+        name = cache(self._name)
         texts = list(map(name, ints(self._prompt)))
         *offsets, end = accumulate(map(len, texts), initial=0)
         top = [{name(token): logprob, **{name(o): v for o, v in others}} for token, logprob, others in self._found]

@@ -45,6 +45,7 @@ from rlboost.shared.http.problem import Problem
 from rlboost.shared.ids import MAX_REQUESTS, request_group
 from rlboost.shared.messages import GroupRequested, Sampling, SamplingOption
 from rlboost.shared.model.tool_calls import HERMES, CallStyle, opens_thought
+from rlboost.shared.process.stalls import let_others_run
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Op
 from rlboost.shared.wire import I32, MAX_SAMPLE_BYTES, TOP, ints, length, pack, unpack
@@ -154,7 +155,8 @@ class Completion:
         if isinstance(self.body, CompletionBody) and (self.body.echo or self._prompt_logprobs is not None):
             for choice in response["choices"]:
                 scores = self._scores[choice["index"] // self.body.n]
-                choice.update(scores.echoed(choice) if self.body.echo else scores.fields())
+                choice.update(scores.echoed(choice) if self.body.echo else scores.fields)
+                await let_others_run()  # its prompt may be long
         return response
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any] | None]:
