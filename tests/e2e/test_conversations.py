@@ -56,8 +56,11 @@ def spot_states(box: BlackBox) -> list[str]:
 def test_a_game_of_two_turns_survives_the_death_of_a_worker_and_of_the_trainer(tmp_path: Path) -> None:
     with black_box(tmp_path / "state", workers=2) as box:
         job_id = box.submit(second_try())
+        box.command_job(job_id, "pause")
         with closing(Observer(box.redis_url, job_id)) as observer:
+            # The other workers may be done with the job before these are ready.
             box.until(lambda: spot_states(box) == ["ready", "ready"], "both spot workers are ready")
+            box.command_job(job_id, "resume")
             pids = {process["role"]: process["pid"] for process in box.processes()}
             for step, role in enumerate(("preemptible", "trainer")):
                 box.until_step(job_id, step)
