@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from rlboost.services.trainer.domain.conversations import StepTurnIds, TurnIds
-from tests.support.black_box import ROOT, BlackBox, Observer, black_box
+from tests.support.black_box import ROOT, Observer, black_box
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -48,10 +48,6 @@ def assert_turns_follow_each_other(observer: Observer) -> int:
     return n_second
 
 
-def spot_states(box: BlackBox) -> list[str]:
-    return [worker["state"] for worker in box.get("/v1/workers") if worker["role"] == "preemptible"]
-
-
 @pytest.mark.long
 def test_a_game_of_two_turns_survives_the_death_of_a_worker_and_of_the_trainer(tmp_path: Path) -> None:
     with black_box(tmp_path / "state", workers=2) as box:
@@ -59,7 +55,7 @@ def test_a_game_of_two_turns_survives_the_death_of_a_worker_and_of_the_trainer(t
         box.command_job(job_id, "pause")
         with closing(Observer(box.redis_url, job_id)) as observer:
             # The other workers may be done with the job before these are ready.
-            box.until(lambda: spot_states(box) == ["ready", "ready"], "both spot workers are ready")
+            box.until_spot_ready(2)
             box.command_job(job_id, "resume")
             pids = {process["role"]: process["pid"] for process in box.processes()}
             for step, role in enumerate(("preemptible", "trainer")):

@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.black_box import BlackBox, Observer, black_box
+from tests.support.black_box import Observer, black_box
 from tests.support.small_job import check, small_job
 
 pytestmark = pytest.mark.timeout(600)
 
 WORKERS = 2
-
-
-def spot_states(box: BlackBox) -> list[str]:
-    return [worker["state"] for worker in box.get("/v1/workers") if worker["role"] == "preemptible"]
 
 
 @pytest.mark.long
@@ -27,7 +23,7 @@ def test_learned_window_is_reused_and_a_target_fleet_is_reported(tmp_path: Path)
         box.command_job(job_id, "pause")
         with closing(Observer(box.redis_url, job_id)) as observer:
             # A worker that comes late would leave too few steps to a fleet of this size.
-            box.until(lambda: spot_states(box) == ["ready"] * WORKERS, "all spot workers are ready")
+            box.until_spot_ready(WORKERS)
             assert box.get("/v1/fleet")["target_workers"] is None
             box.command_job(job_id, "resume")
             box.until(lambda: box.get("/v1/fleet")["target_workers"] is not None, "a fleet is target_workers")

@@ -347,6 +347,15 @@ class BlackBox:
         self.until(busy, "samples in flight", every_s=0.01)
         return not completed
 
+    def until_spot_ready(self, n_workers: int) -> None:
+        """Wait until there are so many spot workers, each ready."""
+
+        def ready() -> bool:
+            states = [worker["state"] for worker in self.get("/v1/workers") if worker["role"] == "preemptible"]
+            return states == ["ready"] * n_workers
+
+        self.until(ready, "all spot workers are ready")
+
     def until_completed(self, job_id: str, within_s: float = 300) -> dict[str, Any]:
         """Wait until a job is done; return its record."""
         self.until(lambda: self._is_completed(job_id), f"{job_id} completed", within_s)

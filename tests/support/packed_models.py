@@ -15,7 +15,7 @@ from transformers import (
 from rlboost.services.trainer.adapters.torch.attention import attention
 from tests.support.tiny_models import VOCABULARY
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -29,7 +29,7 @@ _SIZES: dict[str, Any] = {
 }
 
 
-CONVOLUTION = Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"])
+CONVOLUTION = Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])
 
 
 def write(config: Any, folder: Path) -> Path:

@@ -31,25 +31,25 @@ from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.wire import floats, ints
 from tests.support.losses import clipped_loss
 from tests.support.one_rank import critic_of, trained_by
-from tests.support.packed_models import _SIZES, CONVOLUTION, check_packed_attention, write
+from tests.support.packed_models import CONVOLUTION, SIZES, check_packed_attention, write
 from tests.support.policy_comparison import gradients
 from tests.support.tiny_models import CONFIGS, MIXTURES, VOCABULARY, logprobs
 from tests.support.training_rows import rows
 
 LOSS = clipped_loss(0.2, 0.28)
 WINDOWED: dict[str, Any] = {
-    "qwen3": Qwen3Config(**_SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1, head_dim=16),
+    "qwen3": Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1, head_dim=16),
     "gemma3": Gemma3TextConfig(
-        **_SIZES, head_dim=16, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+        **SIZES, head_dim=16, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
     ),
 }
-SCALED = Gemma3TextConfig(**_SIZES, head_dim=16, final_logit_softcapping=3.0, layer_types=["full_attention"] * 2)
+SCALED = Gemma3TextConfig(**SIZES, head_dim=16, final_logit_softcapping=3.0, layer_types=["full_attention"] * 2)
 
-_MIXTURE: dict[str, Any] = {**_SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_MIXTURE: dict[str, Any] = {**SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 OTHERS: dict[str, Any] = {
     "convolution": CONVOLUTION,
-    "rows unknown to attention": NemotronConfig(**_SIZES),
-    "sinks": GraniteSWAConfig(**_SIZES, layer_types=["full_attention"] * 2),
+    "rows unknown to attention": NemotronConfig(**SIZES),
+    "sinks": GraniteSWAConfig(**SIZES, layer_types=["full_attention"] * 2),
     "window in the mask only": Qwen2MoeConfig(
         **_MIXTURE,
         num_experts=8,
@@ -58,7 +58,7 @@ OTHERS: dict[str, Any] = {
         sliding_window=5,
         max_window_layers=1,
     ),
-    "capped scores": Gemma2Config(**_SIZES, head_dim=16, attn_logit_softcapping=50.0),
+    "capped scores": Gemma2Config(**SIZES, head_dim=16, attn_logit_softcapping=50.0),
 }
 
 
@@ -89,7 +89,7 @@ def test_models_of_causal_attention_are_packed() -> None:
 
 def test_models_with_a_learned_mask_are_not_packed() -> None:
     with capture_logs() as logs:
-        assert attention_of(DogeConfig(**_SIZES)) == "sdpa"
+        assert attention_of(DogeConfig(**SIZES)) == "sdpa"
     (entry,) = logs
     assert (entry["event"], entry["log_level"], entry["model_type"]) == ("rows_not_packed", "warning", "doge")
     assert entry["reason"]
@@ -107,7 +107,7 @@ def test_warning_has_the_error_of_a_family_that_cannot_be_compared(monkeypatch: 
 
 def test_models_whose_rotary_frequencies_depend_on_the_length_are_not_packed() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert attention_of(LlamaConfig(**_SIZES, rope_parameters=rope)) == "sdpa"
+    assert attention_of(LlamaConfig(**SIZES, rope_parameters=rope)) == "sdpa"
 
 
 @pytest.mark.parametrize("family", sorted(OTHERS))

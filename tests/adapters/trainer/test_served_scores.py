@@ -24,24 +24,15 @@ from rlboost.shared.model.file_names import by_file_name, names_in_files
 from rlboost.shared.wire import F32, ints, pack
 from tests.support import tiny_models
 from tests.support.model_folder import TURNS, with_chat_template, write_tokenizer
-from tests.support.tiny_models import VOCABULARY
+from tests.support.packed_models import SIZES
 
 NOW = datetime.now(UTC)
 PAIRS = [("t5 t6 ", "t7 t8 t9"), ("t5 ", "t10"), ("t6 t7 ", "t11 t12 t13 t14")]
 
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 160,
-}
 CONFIGS = {
     **{name: tiny_models.CONFIGS[name] for name in ("qwen3-tied", "llama-untied", "qwen3-moe", "gpt2")},
-    "gemma2": Gemma2Config(**_SIZES, head_dim=8, final_logit_softcapping=2.0),
+    "gemma2": Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0),
 }
 """The last one caps the logits of the language model."""
 
