@@ -391,7 +391,7 @@ def parse_json(text: str | bytes, *, interns: bool = False) -> Any:
             prompt of 60 words. Not for texts of clients: early releases of Python 3.12 never free them.
 
     Raises:
-        ValueError: it is not JSON, or has an object with two keys of one name, of which Python would keep the last one.
+        ValueError: it is not JSON, or has an object with two keys of one name: Python would keep the last one.
         RecursionError: it is nested too deep.
 
     """

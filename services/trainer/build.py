@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from rlboost.services.trainer.domain.loss.function import LossFn, sft_loss
 from rlboost.services.trainer.domain.loss.policy import PAIR_LOSS, PolicyLoss, job_loss
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.ports.samples import Data, Prompt
-from rlboost.services.trainer.ports.storage import JobResources
+from rlboost.services.trainer.ports.storage import JobResources, OtherModel
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.agent import session_key
@@ -96,12 +96,22 @@ def build_resources(
     )
     engine = _engine(config, spec.trainer, folder, own_machines, policy)
     skip_function = spec.data.curriculum.function if spec.data.curriculum else None
+    others = other_models(
+        spec,
+        job_id,
+        created,
+        prompts,
+        connect=lambda: StoreClient(config.weight_store_url, token),
+        folder=folder,
+        waits=waits,
+        limit_s=config.outage_limit_s,
+    )
     return JobResources(
         engine=engine,
         model=model,
         loss=loss,
         data=data,
-        rewards=_rewards(config, spec, waits, folder, prompts, created),
+        rewards=_rewards(config, spec, waits, folder, prompts, created, others),
         environments=_environments(spec, waits, folder, data.call_style),
         session_key=None if spec.agent is None else partial(session_key, token),
         checkpoints=places.store(spec.trainer.checkpoints or config.checkpoints, job_id),
@@ -123,16 +133,7 @@ def build_resources(
         hardware=hardware_of(spec, model, config.device),
         machines=own_machines,
         skip_function=load_skip_function(skip_function, data.train) if skip_function else None,
-        models=other_models(
-            spec,
-            job_id,
-            created,
-            prompts,
-            connect=lambda: StoreClient(config.weight_store_url, token),
-            folder=folder,
-            waits=waits,
-            limit_s=config.outage_limit_s,
-        ),
+        models=others,
         canary_prompts=build_canary_prompts(
             data.vocab_size,
             temperature=spec.sampling.scored_temperature,
@@ -151,6 +152,7 @@ def _rewards(
     folder: Path,
     prompts: Sequence[Prompt],
     created: datetime,
+    others: Mapping[str, OtherModel],
 ) -> RewardPool | NoReward:
     if spec.reward is None:
         return NoReward()
@@ -159,10 +161,7 @@ def _rewards(
     has_chats = any(not isinstance(prompt.given, str) for prompt in prompts)
     log = UserCodeLog(folder / "reward.log")
     models = {model: _scorer(config, spec, model, created, has_chats=has_chats) for model in spec.held_reward_models}
-    served = {
-        name: digest_of_weights(find_model(spec.models[name].model, f"models.{name}.model"))
-        for name in sorted(spec.served_reward_models)
-    }
+    served = {name: model.scores.digest for name, model in others.items() if model.scores}
     return RewardPool(
         spec.reward, waits, log, token_origins=token_origins, columns=columns, models=models, served=served
     )

@@ -114,13 +114,17 @@ class _RewardedJob(ServiceJob):
 
     @model_validator(mode="after")
     def _has_its_reward_models(self) -> Self:
-        for model in self.held_reward_models if self.models else ():
-            if re.fullmatch(_MODEL_NAME, model):
-                raise ValueError(
-                    f"reward.model: {model!r} is not among models, and it has {', '.join(self.models)}: name one of "
-                    f"these, or write ./{model} for a folder whose model the reward processes are to hold"
-                )
+        for model in self.held_reward_models:
+            self._require_no_misspelling("reward.model", model, "the reward processes are")
         return self
+
+    def _require_no_misspelling(self, field: str, model: str, holders: str) -> None:
+        """Check that a model that workers do not serve is a path or an id, if the job has names for models."""
+        if self.models and re.fullmatch(_MODEL_NAME, model):
+            raise ValueError(
+                f"{field}: {model!r} is not among models, and it has {', '.join(self.models)}: name one of these, or "
+                f"write ./{model} for a folder whose model {holders} to hold"
+            )
 
     @model_validator(mode="after")
     def _has_a_reward(self) -> Self:
@@ -287,11 +291,7 @@ class RlJob(TrainingJob, _RewardedJob):
                 "trainer.router_replay: replays the experts of the job's model, which algorithm.teacher does not have: "
                 "set it to none"
             )
-        if self.models and self.held_teacher and re.fullmatch(_MODEL_NAME, self.held_teacher):
-            raise ValueError(
-                f"{TEACHER}: {self.held_teacher!r} is not among models, and it has {', '.join(self.models)}: name one "
-                f"of these, or write ./{self.held_teacher} for a folder whose model the trainer is to hold"
-            )
+        self._require_no_misspelling(TEACHER, self.held_teacher, "the trainer is")
         if self.served_teacher in self.served_reward_models:
             raise ValueError(
                 f"{TEACHER}: {self.served_teacher!r} is also reward.model, and a reward model has no probabilities of "

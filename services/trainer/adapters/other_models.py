@@ -59,6 +59,8 @@ def other_models(
     for judge in judges:
         if problem := column_problem(judge.prompt, columns, "the data"):
             raise ConfigError(problem)
+    has_chats = any(not isinstance(prompt.given, str) for prompt in prompts)
+    judging = {judge.model for judge in judges}
     found = {}
     for name, model in spec.models.items():
         field = f"models.{name}.model"
@@ -66,7 +68,6 @@ def other_models(
         require_served_model(place, field, scores=name in spec.served_reward_models)
         if name in spec.served_reward_models:
             try:
-                has_chats = any(not isinstance(prompt.given, str) for prompt in prompts)
                 scores = ServedScores(place, created, spec.data.chat_template_kwargs, has_chats=has_chats)
             except ConfigError as error:
                 raise ConfigError(f"{field}: {place}: {error}") from error
@@ -76,7 +77,7 @@ def other_models(
             serving,
             StorePublisher(connect(), serving, config_json, folder / f"pulled-{name}", waits, limit_s),
             scores.shards if scores else partial(named_shards, place),
-            JudgeTokenizer(name, place, created) if name in {judge.model for judge in judges} else None,
+            JudgeTokenizer(name, place, created) if name in judging else None,
             scores,
         )
     return found

@@ -22,7 +22,7 @@ from rlboost.services.trainer.adapters.data import RewardTokenizer
 from rlboost.services.trainer.adapters.tokens import UNLOADABLE
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.model.file_names import by_file_name, names_in_files
-from rlboost.shared.model.folder import HEAD, read_config, read_tensor_shapes
+from rlboost.shared.model.folder import HEAD, digest_of_weights, read_config, read_tensor_shapes
 from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.weights.torch_tensors import named_shards
 from rlboost.shared.wire import I32, pack, unpack
@@ -46,7 +46,7 @@ class ServedScores:
     forced = pack([TOKEN], I32)
 
     def __init__(self, folder: Path, created: datetime, template_kwargs: Mapping[str, Any], *, has_chats: bool) -> None:
-        """Read its files, but not its weights; see `RewardTokenizer` for the arguments.
+        """Read its files, the weights for their digest only; see `RewardTokenizer` for the arguments.
 
         Raises:
             ConfigError: it has no chat template, or transformers has no causal language model of these tensors.
@@ -55,6 +55,7 @@ class ServedScores:
         self._folder = folder
         self._tokenizer = RewardTokenizer(folder, created, template_kwargs, has_chats=has_chats)
         self.config_json, self.vocab_size = _as_language_model(folder)
+        self.digest = digest_of_weights(folder)
 
     def conversation(self, prompt: Any, completion: Any, columns: Mapping[str, Any]) -> bytes:
         """See `ScoreTokenizer.conversation`."""

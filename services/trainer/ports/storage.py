@@ -252,6 +252,8 @@ class ChatTokenizer(Protocol):
 class ScoreTokenizer(Protocol):
     """How a reward model that workers serve is asked: for the log-probability of one token after a conversation."""
 
+    digest: str
+    """Of its weights."""
     forced: bytes
     """That token, an int32 column."""
     vocab_size: int

@@ -53,6 +53,7 @@ class FakeChat:
 class FakeScores:
     """A reward model of code points."""
 
+    digest = "d1"
     forced = pack([0], I32)
     vocab_size = 1 << 16
 
