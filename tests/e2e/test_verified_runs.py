@@ -34,8 +34,15 @@ def deterministic_job(steps: int) -> dict[str, Any]:
 
 
 def disturb(box: BlackBox, job_id: str, n: int) -> int:
-    """Do up to `n` faults while the job generates; return how many it was in time for."""
+    """Do up to `n` faults while the job generates; return how many it was in time for.
+
+    The trainer dies once per step at most: a job whose trainer dies three times within one step fails.
+    """
+    steps = 0
     for done, (role, number) in enumerate(islice(cycle(FAULTS), n)):
+        if role == "trainer":
+            steps += 1
+            box.until_step(job_id, steps)
         if not box.until_busy(job_id):
             return done
         box.kill(role, number)
