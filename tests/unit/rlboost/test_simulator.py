@@ -198,7 +198,7 @@ def test_simulation_with_the_same_seed_gives_the_same_result() -> None:
 
 def test_manager_learns_the_decode_steps_of_the_simulated_engine() -> None:
     env = Environment(JOB, MACHINE, POLICIES["rlboost"], seed=1, resolution_s=0.5)
-    run = Simulation(env, FleetTrace.constant(3, 90.0), warm_up_steps=1)
+    run = Simulation(env, FleetTrace.constant(3, 30.0), warm_up_steps=1)
     run.run()
     assert isinstance(run.manager, DomainManager)
     learned = run.manager.world.fleet.profiles["simulated"]
