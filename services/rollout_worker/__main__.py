@@ -163,6 +163,8 @@ def _engines(settings: Settings) -> EngineFactory:
             max_adapters=settings.held_adapters,
             max_adapter_rank=settings.max_adapter_rank,
         )
+    if settings.speculation == "off" and (settings.vllm_args.keys() & {"speculative_config", "spec_method"}):
+        raise ConfigError("speculation is off, and vllm_args has speculative decoding: remove one of them")
     return VllmFactory(
         VllmOptions(
             slots=settings.slots,
