@@ -41,7 +41,7 @@ _LONGEST_HEADER_BYTES = 100_000_000
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 """Suffixes of weight files."""
-_SHORT_FLOATS = ("f4", "f6", "f8", "float4", "float8")
+_SHORT_FLOATS = ("f4", "f6_", "f8", "float4", "float8")
 _UNQUANTIZED = (
     "use the model in bfloat16 or float32. vLLM workers quantize it as they load it with RLBOOST_WORKER_VLLM_ARGS, "
     'such as {"quantization": "fp8_per_channel"}'

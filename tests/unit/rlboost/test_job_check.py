@@ -14,6 +14,7 @@ from rlboost.cli import app
 from rlboost.jobs import check as jobcheck
 from rlboost.jobs.file import complete
 from rlboost.jobs.model_check import DataFindings, MissingHere
+from rlboost.shared.model.folder import is_quantized
 from tests.support import fake_gpus
 
 MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}]}\n'
@@ -108,6 +109,11 @@ def test_quantized_weights_are_refused_whatever_the_configuration_says(folder: P
     weights(other, "a.position_ids", "U8")
     (problem,) = check(reward=reward, models={"judge": {"model": "other"}})
     assert problem.startswith("models.judge.model: config.json: the model's weights are quantized (fp8)")
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "BF16", "float64", "float16"])
+def test_whole_floats_are_not_quantized(dtype: str) -> None:
+    assert not is_quantized("a.weight", dtype)
 
 
 @pytest.mark.parametrize(
