@@ -40,7 +40,7 @@ def borrowed(box: BlackBox, serving_url: str, log: Path) -> Iterator[None]:
 def test_bursts_of_a_serving_engine_cost_no_token_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLBOOST_WORKER_SLOTS", "32")
     monkeypatch.setenv("RLBOOST_WORKER_LEASE_S", "30")  # no worker is lost on a busy machine, so no token is repeated
-    spec, log = small_job(steps=12), tmp_path / "borrowed.log"
+    spec, log = small_job(steps=24), tmp_path / "borrowed.log"
     with serving_engine() as (engine, url), black_box(tmp_path / "state", workers=1, reserved=0) as box:
         engine.set(running=1)
         job_id = box.submit(spec)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +50,7 @@ def assert_turns_follow_each_other(observer: Observer) -> int:
 @pytest.mark.long
 def test_a_game_of_two_turns_survives_the_death_of_a_worker_and_of_the_trainer(tmp_path: Path) -> None:
     with black_box(tmp_path / "state", workers=2) as box:
-        job_id = box.submit(second_try())
-        box.command_job(job_id, "pause")
-        with closing(Observer(box.redis_url, job_id)) as observer:
-            # The other workers may be done with the job before these are ready.
-            box.until_spot_ready(2)
-            box.command_job(job_id, "resume")
+        with box.begun_on_spot(second_try(), 2) as (job_id, observer):
             pids = {process["role"]: process["pid"] for process in box.processes()}
             for step, role in enumerate(("preemptible", "trainer")):
                 box.until_step(job_id, step)

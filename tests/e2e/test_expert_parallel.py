@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 def test_job_with_divided_experts_survives_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path())
-    spec = small_job(steps=3)
+    spec = small_job(steps=6)
     base = mixture(tmp_path / "model")
     spec["model"] = str(base)
     spec["trainer"] |= {"backend": "megatron", "data_parallel": 2, "expert_parallel": 2, "dtype": "bfloat16"}

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.mark.long
 def test_megatron_job_of_two_ranks_survives_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path())
-    spec = small_job(steps=3, elastic={"weights": "delta"})
+    spec = small_job(steps=6, elastic={"weights": "delta"})
     spec["trainer"] |= {"backend": "megatron", "tensor_parallel": 2, "dtype": "bfloat16"}
     # As with large models, few of the rounded values change in a step.
     spec["optimizer"]["lr"] = 1e-6

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_job_on_two_machines_loses_no_sample_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = small_job(steps=4)
+    spec = small_job(steps=6)
     spec["trainer"] |= {"data_parallel": 2, "nodes": 2, "checkpoint_every": 1}
     with ExitStack() as stack:
         port = stack.enter_context(reserved_port())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.support.black_box import Observer, black_box
+from tests.support.black_box import black_box
 from tests.support.small_job import check, small_job
 
 pytestmark = pytest.mark.timeout(600)
@@ -19,8 +18,7 @@ STALENESS = 2
 def test_samples_are_generated_ahead_and_never_older_than_allowed(tmp_path: Path) -> None:
     spec = small_job(steps=6, elastic={"max_staleness": STALENESS})
     with black_box(tmp_path / "state", workers=2) as box:
-        job_id = box.submit(spec)
-        with closing(Observer(box.redis_url, job_id)) as observer:
+        with box.begun_on_spot(spec, 2) as (job_id, observer):
             for step, role in ((2, "preemptible"), (4, "trainer")):
                 box.until_step(job_id, step)
                 box.until_busy(job_id)

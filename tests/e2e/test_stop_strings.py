@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rlboost.shared.wire import I32, ints
-from tests.support.black_box import BlackBox, Observer, black_box
+from tests.support.black_box import BlackBox, black_box
 from tests.support.countdown_model import EXAMPLE, CountdownModel
 from tests.support.small_job import check, small_job
 
@@ -27,13 +26,12 @@ def has_samples(box: BlackBox, name: str) -> bool:
 
 def test_samples_end_at_stop_strings_whatever_dies(tmp_path: Path) -> None:
     """Training and evaluation samples end with the token that completes a stop string, or without any."""
-    tokenizer, spec = CountdownModel(EXAMPLE / "base").tokenizer, small_job(steps=3)
+    tokenizer, spec = CountdownModel(EXAMPLE / "base").tokenizer, small_job(steps=6)
     spec["sampling"] |= {"stop": STOPS, "top_k": 40, "min_tokens": 2}
     with black_box(tmp_path / "state", workers=2) as box:
-        job_id = box.submit(spec)
-        with closing(Observer(box.redis_url, job_id)) as observer:
+        with box.begun_on_spot(spec, 2) as (job_id, observer):
             victim = box.processes("preemptible")[0]
-            box.until(partial(has_samples, box, victim["name"]), "the worker has samples")
+            box.until(partial(has_samples, box, victim["name"]), "the worker has samples", every_s=0.01)
             os.kill(victim["pid"], signal.SIGKILL)
             box.until_completed(job_id)
         audit = check(box, job_id, observer, spec)

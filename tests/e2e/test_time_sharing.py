@@ -18,7 +18,7 @@ from tests.support.small_job import check, small_job
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-STEPS = 4
+STEPS = 8
 MOST_OTHERS = 20
 """Jobs during which the one that hangs must fail."""
 
@@ -47,7 +47,7 @@ def kill_holder(box: BlackBox, bus: redis.Redis, victims: dict[str, str]) -> str
                     killed = holder["trainer"]
         return bool(killed)
 
-    box.until(sent, "a trainer has the device")
+    box.until(sent, "a trainer has the device", every_s=0.01)
     return killed
 
 

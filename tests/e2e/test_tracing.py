@@ -76,7 +76,7 @@ def kill_generating(box: BlackBox) -> bool:
 @pytest.mark.timeout(900)
 @pytest.mark.long
 def test_traces_show_the_loss_of_a_worker_and_the_step_of_each_sample(tmp_path: Path, receiver: Receiver) -> None:
-    spec = small_job(steps=3)
+    spec = small_job(steps=6)
     with black_box(tmp_path / "state", workers=2) as box:
         log = (tmp_path / "trace.log").open("wb")
         environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url}
@@ -84,10 +84,10 @@ def test_traces_show_the_loss_of_a_worker_and_the_step_of_each_sample(tmp_path: 
         tracer = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
         try:
             box.until(lambda: "sending traces" in (tmp_path / "trace.log").read_text(), "traces are sent")
-            job = box.submit(spec)
-            box.until_step(job, 1)
-            box.until(lambda: kill_generating(box), "a preemptible worker generates")
-            box.until_completed(job)
+            with box.begun_on_spot(spec, 2) as (job, _):
+                box.until_step(job, 1)
+                box.until(lambda: kill_generating(box), "a preemptible worker generates", every_s=0.01)
+                box.until_completed(job)
             box.until(lambda: len(receiver.roots()) >= samples_of(spec), "all samples are traced")
             tracer.send_signal(signal.SIGTERM)
             assert tracer.wait(60) == 0, (tmp_path / "trace.log").read_text()

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -355,6 +355,19 @@ class BlackBox:
             return states == ["ready"] * n_workers
 
         self.until(ready, "all spot workers are ready")
+
+    @contextmanager
+    def begun_on_spot(self, spec: dict[str, Any], n_workers: int) -> Iterator[tuple[str, Observer]]:
+        """Create a job that begins once so many spot workers are ready; yield its id and its observer.
+
+        The reserved workers may else be done with a short job before these have joined.
+        """
+        job_id = self.submit(spec)
+        self.command_job(job_id, "pause")
+        with closing(Observer(self.redis_url, job_id)) as observer:
+            self.until_spot_ready(n_workers)
+            self.command_job(job_id, "resume")
+            yield job_id, observer
 
     def until_completed(self, job_id: str, within_s: float = 300) -> dict[str, Any]:
         """Wait until a job is done; return its record."""
