@@ -15,7 +15,7 @@ import pytest_asyncio
 torch = pytest.importorskip("torch")
 pytest.importorskip("xgrammar")
 
-from rlboost.services.rollout_manager.serving.structured import grammar  # noqa: E402 - only where torch is
+from rlboost.services.rollout_manager.serving.structured import grammar, json_form  # noqa: E402 - only where torch is
 from rlboost.services.rollout_worker.adapters.tokenizer import tokenizer_for_grammars  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
 from rlboost.services.rollout_worker.ports import Engine  # noqa: E402
@@ -137,7 +137,9 @@ async def test_options_limit_what_is_drawn(engine: Engine) -> None:
 
 async def test_answer_matches_its_grammar_and_stops(engine: Engine) -> None:
     asked = [
-        request(i, max_tokens=200, stop=[EOS], grammar=grammar(PERSON, []), temperature=(1.0, 0.0, 2.0)[i % 3])
+        request(
+            i, max_tokens=200, stop=[EOS], grammar=grammar(json_form(PERSON), []), temperature=(1.0, 0.0, 2.0)[i % 3]
+        )
         for i in range(2 * SLOTS)
     ]
     for made in await run(engine, [*asked, request(99)]):
@@ -166,7 +168,7 @@ async def test_invalid_request_ends_alone(engine: Engine) -> None:
 
 async def test_grammar_follows_the_tokens_of_an_interrupted_answer(engine: Engine) -> None:
     """The same engine continues it after a pause, and another one from wherever it was interrupted."""
-    asked = request(1, max_tokens=200, stop=[EOS], grammar=grammar(PERSON, []))
+    asked = request(1, max_tokens=200, stop=[EOS], grammar=grammar(json_form(PERSON), []))
     collector = Collector(engine)
     engine.submit([asked])
     await eventually(lambda: collector.made(1) > 3)
@@ -196,7 +198,7 @@ async def test_slow_grammar_delays_no_other_request(engine: Engine) -> None:
     names = [f"name {i}" for i in range(300)]
     slow = {"type": "array", "items": {"type": "string", "maxLength": 1000}, "maxItems": 1000}
     whole = {"type": "object", "properties": dict.fromkeys(names, slow), "required": names}
-    heavy = request(1, max_tokens=3, stop=[EOS], grammar=grammar(whole, []))
+    heavy = request(1, max_tokens=3, stop=[EOS], grammar=grammar(json_form(whole), []))
     collector = Collector(engine)
     engine.submit([heavy])
     engine.submit([request(2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -84,6 +85,22 @@ def test_any_object_is_an_object(system: System, form: Any) -> None:
     whole = [choice.message.content or "" for choice in made if choice.finish_reason == "stop"]
     assert whole
     assert all(isinstance(json.loads(text), dict) for text in whole)
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": "([+-]?(0|[1-9][0-9]{0,9}))"}, r"[+-]?(0|[1-9][0-9]{0,9})"),
+        ({"choice": ["tea", 'a "b\\"', "green tea"]}, r'tea|a "b\\"|green tea'),
+    ],
+)
+def test_text_of_vllms_other_forms_is_whole(system: System, form: Any, pattern: str) -> None:
+    for seed in range(4):
+        made = system.openai.chat.completions.create(
+            model="tiny", messages=MESSAGES, extra_body={"structured_outputs": form}, max_tokens=40, seed=seed
+        ).choices[0]
+        assert made.finish_reason == "stop"
+        assert re.fullmatch(pattern, made.message.content or "")
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])

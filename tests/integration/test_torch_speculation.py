@@ -140,14 +140,17 @@ async def test_samples_with_an_option_are_the_same(start: Start, model: Any, opt
 @pytest.mark.filterwarnings("ignore:When constructing TokenizerInfo:UserWarning")
 async def test_samples_with_a_grammar_are_the_same_without_drafts(start: Start, model: Any, tmp_path: Path) -> None:
     pytest.importorskip("xgrammar")
-    from rlboost.services.rollout_manager.serving.structured import grammar  # noqa: PLC0415 - only where xgrammar is
+    from rlboost.services.rollout_manager.serving.structured import (  # noqa: PLC0415 - only where xgrammar is
+        grammar,
+        json_form,
+    )
     from rlboost.services.rollout_worker.adapters.tokenizer import tokenizer_for_grammars  # noqa: PLC0415 - as above
 
     tokenizer = tokenizer_for_grammars(
         (write_character_tokenizer(tmp_path / "tokenizer") / "tokenizer.json").read_text()
     )
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
-    structured = grammar(schema, [])
+    structured = grammar(json_form(schema), [])
     requests = [request(i, prompt=PROMPT, max_tokens=50, stop=[2], grammar=structured) for i in range(3)]
     requests += [request(3 + i, prompt=PROMPT, max_tokens=50) for i in range(3)]
     assert (await compare(start, model, requests, tokenizer_json=tokenizer)).accepted_total

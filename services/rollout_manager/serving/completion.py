@@ -286,15 +286,15 @@ class Completion:
         """Return the grammar of the answer; raises a `Problem` if none can guarantee what is requested."""
         if not isinstance(self.body, ChatBody):
             return ""
-        schema, style = self.body.schema_of_answer, self.style
-        if schema is None and not self.body.must_call:
+        form, style = self.body.form_of_answer, self.style
+        if form is None and not self.body.must_call:
             return ""
         if style is not None and not has_json_arguments(style):
             param = self._field_of("grammar")
             advice = "tool_choice, or give 'auto'" if self.body.must_call else f"{param} or the tools"
             detail = f"{param}: no grammar is known for this model's tool calls: leave out {advice}"
             raise openai_problem(400, "Unsupported value", detail, param=param)
-        return grammar(None if self.body.must_call else schema, self.body.callable_tools, style or HERMES)
+        return grammar(None if self.body.must_call else form, self.body.callable_tools, style or HERMES)
 
     def _check_options(self) -> None:
         """Reject what no worker of the job supports: a `Problem` that names the field."""

@@ -62,8 +62,9 @@ def chat_of_response(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "messages": messages}
 
 
+_SEND_ITEMS = "responses are not stored: set store to false in the client, which then sends the items themselves"
 _ADVICE = {
-    "store": "responses are not stored: remove it",
+    "store": _SEND_ITEMS,
     "previous_response_id": "responses are not stored: give all items as input",
     "conversation": "conversations are not stored: give all items as input, and the header X-Session-ID",
 }
@@ -93,7 +94,10 @@ def _messages(given: Any) -> list[dict[str, Any]]:
             content = _text(item.get("output"), f"{place}: output", "input")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         else:
-            detail = f"{place} is {reprlib.repr(one)}: give a message with a role, a function_call or its output"
+            advice = (
+                _SEND_ITEMS if kind == "item_reference" else "give a message with a role, a function_call or its output"
+            )
+            detail = f"{place} is {reprlib.repr(one)}: {advice}"
             raise invalid_value("input", detail)
     return messages
 

@@ -16,7 +16,7 @@ from pydantic import (
     ValidationError,
 )
 
-from rlboost.services.rollout_manager.serving.structured import check_tools, schema_of_format, schema_of_vllm
+from rlboost.services.rollout_manager.serving.structured import check_tools, form_of_response_format, form_of_vllm
 from rlboost.services.rollout_manager.serving.tools import tools_of_request
 from rlboost.shared.data.messages import ASSISTANT, template_kwargs_of
 from rlboost.shared.errors import ConfigError
@@ -434,9 +434,9 @@ class ChatBody(_CompletionBase):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
-    response_format: Annotated[dict[str, Any] | None, PlainValidator(schema_of_format)] = None
-    """The JSON schema of the answer; None for text."""
-    structured_outputs: Annotated[dict[str, Any] | None, PlainValidator(schema_of_vllm)] = None
+    response_format: Annotated[dict[str, Any] | None, PlainValidator(form_of_response_format)] = None
+    """What the answer must be, as a format of xgrammar; None for text."""
+    structured_outputs: Annotated[dict[str, Any] | None, PlainValidator(form_of_vllm)] = None
     """The same, by vLLM's name for it."""
     tools: Annotated[list[dict[str, Any]], PlainValidator(tools_of_request)] = []
     """As the chat template takes them."""
@@ -459,8 +459,8 @@ class ChatBody(_CompletionBase):
         return self.top_logprobs
 
     @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        """Return the JSON schema that the answer must match; None for any text."""
+    def form_of_answer(self) -> dict[str, Any] | None:
+        """Return the form that the answer must have, as a format of xgrammar; None for any text."""
         return self.response_format if self.response_format is not None else self.structured_outputs
 
     @property
@@ -517,7 +517,7 @@ def parse_chat(raw: dict[str, Any]) -> ChatBody:
         raise _conflict("tool_choice", "tools has no function that it allows")
     if body.structured_outputs is not None and body.response_format is not None:
         raise _conflict("structured_outputs", "give it or response_format, not both")
-    if body.must_call or body.schema_of_answer is not None:
+    if body.must_call or body.form_of_answer is not None:
         try:
             check_tools(body.callable_tools)
         except ValueError as error:

@@ -224,14 +224,17 @@ def _check_text(schema: Mapping[str, Any], place: str) -> None:
         raise ValueError(f"{place}: format is {reprlib.repr(form)}: should be one of {', '.join(sorted(_FORMATS))}")
     if (form is not None) + (pattern is not None) + bool({"minLength", "maxLength"} & schema.keys()) > 1:
         raise ValueError(f"{place}: give one of pattern, format and a length, not several")
-    if pattern is None:
-        return
+    if pattern is not None:
+        _check_pattern(pattern, f"{place}: pattern")
+
+
+def _check_pattern(pattern: Any, place: str) -> None:
     try:
         re.compile(pattern)
     except (re.error, TypeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{place}: pattern is {reprlib.repr(pattern)}: {error}") from error
+        raise ValueError(f"{place} is {reprlib.repr(pattern)}: {error}") from error
     if found := _UNSUPPORTED_PATTERN.search(pattern):
-        raise ValueError(f"{place}: pattern is {reprlib.repr(pattern)}: {found[0]} is not supported")
+        raise ValueError(f"{place} is {reprlib.repr(pattern)}: {found[0]} is not supported")
 
 
 # --- grammars ---------------------------------------------------------------------------------------------------------
@@ -243,8 +246,8 @@ _MAX_WHITESPACE = 16
 _ARGUMENTS = re.compile(r'\{\s*"KEY"\s*:\s*"VALUE"\s*\}')
 
 
-def schema_of_format(given: object) -> dict[str, Any] | None:
-    """Return the schema that a `response_format` requires; None for text.
+def form_of_response_format(given: object) -> dict[str, Any] | None:
+    """Return the form of answers that a `response_format` requires, of xgrammar; None for text.
 
     Raises:
         ValueError: it is invalid.
@@ -255,31 +258,45 @@ def schema_of_format(given: object) -> dict[str, Any] | None:
         case "text":
             return None
         case "json_object":
-            return ANY_OBJECT
+            return json_form(ANY_OBJECT)
         case "json_schema":
             inner = form.get("json_schema")
             if not isinstance(inner, dict) or inner.get("schema") is None:
                 raise ValueError("json_schema should be an object with name and schema")
-            return checked_schema(inner["schema"])
+            return json_form(checked_schema(inner["schema"]))
     raise ValueError(f"{reprlib.repr(given)}: the type should be 'text', 'json_object' or 'json_schema'")
 
 
-def schema_of_vllm(given: object) -> dict[str, Any]:
-    """Return the schema that vLLM's `structured_outputs` requires.
+def form_of_vllm(given: object) -> dict[str, Any]:
+    """Return the form of answers that vLLM's `structured_outputs` requires, of xgrammar.
 
     Raises:
         ValueError: it is invalid.
 
     """
     form = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
-    if form == {"json_object": True}:
-        return ANY_OBJECT
-    if form.keys() != {"json"}:
-        raise ValueError(f"{reprlib.repr(given)}: only json, a JSON schema, and json_object are supported")
-    try:
-        return checked_schema(json.loads(form["json"]) if isinstance(form["json"], str) else form["json"])
-    except json.JSONDecodeError as error:
-        raise ValueError(f"json is no JSON: {error}") from error
+    match form:
+        case {"json_object": True, **rest} if not rest:
+            return json_form(ANY_OBJECT)
+        case {"json": str(text), **rest} if not rest:
+            try:
+                return json_form(checked_schema(json.loads(text)))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"json is no JSON: {error}") from error
+        case {"json": schema, **rest} if not rest:
+            return json_form(checked_schema(schema))
+        case {"regex": str(pattern), **rest} if not rest and pattern:
+            _check_pattern(pattern, "regex")
+            _check_patterns([pattern])
+            return {"type": "regex", "pattern": pattern}
+        case {"choice": [*texts], **rest} if (
+            not rest and texts and all(isinstance(text, str) and text for text in texts)
+        ):
+            if (n := sum(map(len, texts))) > MAX_SCHEMA_CHARACTERS:
+                raise ValueError(f"choice has {n} characters: at most {MAX_SCHEMA_CHARACTERS} are possible")
+            return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
+    only = "json, a JSON schema, json_object, regex, and choice, a list of texts"
+    raise ValueError(f"{reprlib.repr(given)}: give one of {only}; others are not supported")
 
 
 def has_json_arguments(style: CallStyle) -> bool:
@@ -287,9 +304,9 @@ def has_json_arguments(style: CallStyle) -> bool:
     return not style.problem and style.example.count("NAME") == 1 and len(_ARGUMENTS.findall(style.example)) == 1
 
 
-def grammar(schema: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]], style: CallStyle = HERMES) -> str:
-    """Return what an answer must be: JSON of the schema, or one call of one of the tools in the model's style."""
-    forms: list[dict[str, Any]] = [] if schema is None else [_json_format(schema)]
+def grammar(form: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]], style: CallStyle = HERMES) -> str:
+    """Return what an answer must be: of the form, or one call of one of the tools in the model's style."""
+    forms: list[Mapping[str, Any]] = [] if form is None else [form]
     begin, end = _ARGUMENTS.split(style.example.strip())
     for function in (tool["function"] for tool in tools):
         name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
@@ -297,7 +314,7 @@ def grammar(schema: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]
             {
                 "type": "tag",
                 "begin": begin.replace("NAME", name),
-                "content": _json_format(function["parameters"]),
+                "content": json_form(function["parameters"]),
                 "end": end.replace("NAME", name),
             }
         )
@@ -305,5 +322,6 @@ def grammar(schema: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]
     return json.dumps({"type": "structural_tag", "format": whole}, ensure_ascii=False)
 
 
-def _json_format(schema: Mapping[str, Any]) -> dict[str, Any]:
+def json_form(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the form of JSON of a checked schema."""
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_WHITESPACE}

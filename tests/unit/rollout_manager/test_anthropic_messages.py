@@ -12,6 +12,7 @@ import pytest
 from rlboost.services.rollout_manager.serving.anthropic_messages import MessageWriter, chat_of_messages
 from rlboost.services.rollout_manager.serving.routes import translated_stream
 from rlboost.services.rollout_manager.serving.schemas import parse_chat
+from rlboost.services.rollout_manager.serving.structured import json_form
 from tests.support.serving_site import TOKEN, Site, running_site
 from tests.support.tool_model import ADD, call_text, tool_files
 
@@ -218,7 +219,7 @@ def test_form_of_the_answer_is_that_of_a_chat() -> None:
         "top_k": 3,
     }
     body = parse_chat(chat_of_messages(ASKED | more))
-    assert (body.schema_of_answer, body.tool_choice, body.top_k) == ({"type": "object"}, ["add"], 3)
+    assert (body.form_of_answer, body.tool_choice, body.top_k) == (json_form({"type": "object"}), ["add"], 3)
     assert parse_chat(chat_of_messages(ASKED | more | {"tool_choice": {"type": "any"}})).must_call
 
 

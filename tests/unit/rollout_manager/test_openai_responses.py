@@ -11,7 +11,7 @@ from openai import APIError, BadRequestError
 
 from rlboost.services.rollout_manager.serving.openai_responses import chat_of_response
 from rlboost.services.rollout_manager.serving.schemas import parse_chat
-from rlboost.services.rollout_manager.serving.structured import ANY_OBJECT
+from rlboost.services.rollout_manager.serving.structured import ANY_OBJECT, json_form
 from tests.support.serving_site import BEARER, Site, running_site
 from tests.support.tool_model import ADD, call_text, tool_files
 
@@ -74,10 +74,10 @@ def test_form_of_the_answer_is_that_of_a_chat() -> None:
     choice = {"type": "function", "name": "add"}
     raw = {"model": "j", "input": "a", "text": {"format": form}, "tools": [TOOL], "tool_choice": choice}
     body = parse_chat(chat_of_response(raw))
-    assert (body.schema_of_answer, body.tool_choice) == ({"type": "object"}, ["add"])
-    assert (
-        parse_chat(chat_of_response(raw | {"text": {"format": {"type": "json_object"}}})).schema_of_answer == ANY_OBJECT
-    )
+    assert (body.form_of_answer, body.tool_choice) == (json_form({"type": "object"}), ["add"])
+    assert parse_chat(
+        chat_of_response(raw | {"text": {"format": {"type": "json_object"}}})
+    ).form_of_answer == json_form(ANY_OBJECT)
 
 
 async def test_response_has_text_then_calls(site: Site) -> None:
@@ -139,7 +139,7 @@ async def test_agent_loop_continues_with_its_session(site: Site) -> None:
 @pytest.mark.parametrize(
     ("more", "text", "param"),
     [
-        ({"store": True}, "store: not supported, except for false: responses are not stored", "store"),
+        ({"store": True}, "store: not supported, except for false: .*: set store to false", "store"),
         ({"previous_response_id": "resp_1"}, "give all items as input", "previous_response_id"),
         ({"include": ["message.output_text.logprobs"]}, "include: not supported", "include"),
         ({"background": True}, "background: not supported", "background"),
@@ -151,7 +151,7 @@ async def test_agent_loop_continues_with_its_session(site: Site) -> None:
         ({"tool_choice": "required"}, "tools has no function that it allows", "tool_choice"),
         ({"tool_choice": "some"}, "should be 'none', 'auto', 'required'", "tool_choice"),
         ({"input": []}, "input: give text", "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input: item 0 is", "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "item 0 is .*: set store to false", "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "item 0: content: part 0", "input"),
         ({"input": [{"role": "user", "content": "a", "x": 1}]}, "unknown key 'x'", "input"),
         ({"input": [{"role": "user", "content": ""}, {"role": "wizard", "content": "a"}]}, "wizard", "input"),

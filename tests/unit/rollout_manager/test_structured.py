@@ -13,10 +13,11 @@ from rlboost.services.rollout_manager.serving.structured import (
     ANY_OBJECT,
     MAX_DEPTH,
     checked_schema,
+    form_of_response_format,
+    form_of_vllm,
     grammar,
     has_json_arguments,
-    schema_of_format,
-    schema_of_vllm,
+    json_form,
 )
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.model.tool_calls import HERMES, CallStyle
@@ -60,9 +61,10 @@ def test_schemas_of_pydantic_are_accepted() -> None:
     schema = Answer.model_json_schema()
     assert checked_schema(schema) == schema
     strict: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": schema}}
-    assert schema_of_format(strict) == schema
-    assert schema_of_vllm({"json": json.dumps(schema)}) == schema_of_vllm({"json": schema}) == schema
-    assert schema_of_format({"type": "json_object"}) == schema_of_vllm({"json_object": True}) == ANY_OBJECT
+    assert form_of_response_format(strict) == json_form(schema)
+    assert form_of_vllm({"json": json.dumps(schema)}) == form_of_vllm({"json": schema}) == json_form(schema)
+    for form in (form_of_response_format({"type": "json_object"}), form_of_vllm({"json_object": True})):
+        assert form == json_form(ANY_OBJECT)
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -121,13 +123,32 @@ def test_schema_that_no_grammar_enforces_is_refused_by_place(schema: Any, text: 
 )
 def test_unknown_format_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match="should be"):
-        schema_of_format(given)
+        form_of_response_format(given)
 
 
-@pytest.mark.parametrize("given", ["json", {}, {"regex": "a"}, {"json": "{"}, {"json": {}, "json_object": True}])
-def test_other_constraints_of_vllm_are_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"only json|no JSON"):
-        schema_of_vllm(given)
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("json", "give one of json"),
+        ({}, "give one of json"),
+        ({"grammar": "a"}, "give one of json"),
+        ({"json": {}, "json_object": True}, "give one of json"),
+        ({"regex": ""}, "give one of json"),
+        ({"choice": []}, "give one of json"),
+        ({"choice": "ab"}, "give one of json"),
+        ({"choice": ["a", 1]}, "give one of json"),
+        ({"regex": "a", "choice": ["a"]}, "give one of json"),
+        ({"json": "{"}, "no JSON"),
+        ({"json": 1}, "should be a JSON schema"),
+        ({"regex": "("}, "regex is '\\('"),
+        ({"regex": "a(?=b)"}, "regex is .* is not supported"),
+        ({"regex": "a" * 1025}, "patterns have 1025"),
+        ({"choice": ["a" * (1 << 16), "b"]}, "choice has 65537 characters"),
+    ],
+)
+def test_other_constraints_of_vllm_are_refused(given: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        form_of_vllm(given)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +169,7 @@ def test_parameters_that_no_grammar_enforces_are_refused_for_required_calls(para
 
 
 def test_answer_is_json_or_a_call_in_the_style_of_the_model() -> None:
-    both = json.loads(grammar(ANY_OBJECT, [ADD]))["format"]
+    both = json.loads(grammar(json_form(ANY_OBJECT), [ADD]))["format"]
     assert [form["type"] for form in both["elements"]] == ["json_schema", "tag"]
     call = json.loads(grammar(None, [ADD]))["format"]
     assert (call["begin"], call["end"]) == ('<tool_call>\n{"name": "add", "arguments": ', "}\n</tool_call>")
