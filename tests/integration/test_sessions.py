@@ -146,6 +146,18 @@ def test_repeated_calls_get_the_turn_that_there_is(system: System) -> None:
     assert tokens_of(further)[0][: len(tokens_of(made)[0])] == tokens_of(made)[0]
 
 
+def test_call_that_got_no_answer_is_repeated_without_a_mark(system: System) -> None:
+    session = Session(system)
+    made = session.ask(user("t3"))
+    with redis_of(system) as redis:  # as after a connection that broke
+        assert redis.hdel(session.id.redis_key, names.session_answer(session.record.turn_id(0)))
+    again, other = session.ask(user("t3")), session.ask(user("t3"))
+    assert tokens_of(again) == tokens_of(made)
+    opened, ends = session.turns()
+    assert [one.sample for one in opened] == [session.record.turn_id(number) for number in (0, 1)]
+    assert ints(ends[opened[1].sample].tokens) == tokens_of(other)[1]
+
+
 def test_streams_and_responses_are_turns_as_well(system: System) -> None:
     session = Session(system)
     chunks = list(session.ask(user("t3"), stream=True))

@@ -2,8 +2,8 @@
 
 A call continues the longest earlier turn whose messages and answer it begins with, and keeps their tokens as they were
 generated. A call that continues none, such as that of a sub-agent or after the context was compacted, begins a branch.
-A call that is repeated gets the same turn: if its client says that it tries again, or if the agent was started again,
-which then finds the turns of its earlier start.
+A call that is repeated gets the same turn: if its client says that it tries again, if the connection broke before the
+agent had the answer, or if the agent was started again, which then finds the turns of its earlier start.
 
 Consumes: calls, and what Redis has of their session (`shared.job.agent`).
 Produces: with each new turn, in one transaction, its request, a `TurnOpened` for the trainer, and the session's field.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -262,7 +262,7 @@ class Sessions:
             now = before.opened.model_copy(update={"start": session.start})
             self._forget(session.redis_key)
             return _asked(session, record, before, known.prompt(before), _opening(session, before.id, now))
-        if repeated := _repeated(same, retry):
+        if repeated := _repeated(same, retry, self._manager.completion_waiters.clients.attended):
             return _asked(session, record, repeated, known.prompt(repeated))
         await self._check_limit(session, record, ours, len(turns))
         parent = _parent(ours, found)
@@ -386,12 +386,21 @@ def _asked(
     return SessionTurn(request, turn.opened.messages, list(ops), turn.end)
 
 
-def _repeated(same: Sequence[_Turn], retry: Retry) -> _Turn | None:
-    """Return the turn of a call that is repeated, of several the newest that its agent has not received."""
+def _repeated(same: Sequence[_Turn], retry: Retry, attended: Container[int]) -> _Turn | None:
+    """Return the turn of a call that is repeated, of several the newest that its agent has not received.
+
+    Args:
+        same: the turns of equal calls, the oldest first.
+        retry: how the client says that it repeats a call. Not all do: a turn that its agent has not received, and that
+            no connection waits for, is one that it asks for again.
+        attended: ids of the turns that connections wait for.
+
+    """
     if retry.key:
         return next((turn for turn in same if turn.opened.key == retry.key), None)
-    if not retry.is_again:
-        return None
+    lost = [turn for turn in same if turn.answer is None and turn.id not in attended]
+    if lost or not retry.is_again:
+        return lost[-1] if lost else None
     return max(reversed(same), key=lambda turn: turn.answer is None, default=None)
 
 
