@@ -31,7 +31,13 @@ from rlboost.simulation.scenario import GBIT, SHAPES, Completions, Fit, Model, p
 from rlboost.simulation.traces import G4DN, FleetTrace, generate_trace, read_trace
 
 Row = dict[str, Any]
-KNOWN = POLICIES | ABLATIONS
+CAPPED = {
+    f"{name}-cap-{cap}": replace(POLICIES[name], name=f"{name}-cap-{cap}", batch_cap=cap)
+    for name in ("rlboost", "rlboost-speculation")
+    for cap in (16, 24, 32, 40, 48, 51, 64, 96)
+}
+"""Batch caps fixed in place of the manager's decision."""
+KNOWN = POLICIES | ABLATIONS | CAPPED
 HOUR_S = 3600.0
 REPORTED_8B = (10_000, 12_000, 14_000, 16_000, 18_000)
 """Tokens/s with 0 to 4 instances (the repository's notes)."""

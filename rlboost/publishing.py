@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rlboost.shared.errors import ConfigError, Conflict
-from rlboost.shared.model.folder import tensor_names, vocabulary_size
+from rlboost.shared.model.folder import is_quantized, require_unquantized, tensor_names, vocabulary_size
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.lora import Shape, adapter_of, config_json_of, wrapped_names
@@ -25,8 +25,6 @@ from rlboost.shared.weights.publisher import Publisher
 if TYPE_CHECKING:
     import torch
 
-_WHOLE = {"bf16", "bfloat16", "f16", "float16", "f32", "float32"}
-"""Dtypes of models that are not quantized, by the names of safetensors and of torch."""
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and torch.compile put into the names of tensors."""
 
@@ -186,7 +184,7 @@ def _check_adapter(weights: Weights) -> None:
     """Check that workers can merge an adapter into its model."""
     model = dict(_kinds_of(weights.model))
     for name, (_, dtype) in model.items():
-        if dtype.lower() not in _WHOLE:
+        if is_quantized(name, dtype):
             raise ConfigError(f"{name} is quantized ({dtype}): load the model without quantization")
     adapter = {name: tuple(tensor.shape) for name, tensor in weights.adapter.items()}
     try:
@@ -321,6 +319,7 @@ class Versions:
             raise ConfigError(f"config: the model's configuration is not JSON ({error}): give config.json") from error
         if not isinstance(config, dict):
             raise ConfigError("config: the model's configuration is not a JSON object: give config.json")
+        require_unquantized(config)
         self.vocab_size = vocabulary_size(config)
         if weights.adapter and weights.model is not None:
             places = _places_of(weights.model)

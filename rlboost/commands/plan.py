@@ -197,7 +197,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - the options of a command
     """Compare policies over a spot trace, in virtual time.
 
     Policies: verl, verl-2x, disaggregated, polyrl, paper, rlboost, rlboost-speculation, rlboost-stale, and rlboost
-    without a part: no-seeding, no-memory, no-migration, no-balancing, no-order, no-notices, no-deltas. Decisions of
+    without a part: no-seeding, no-memory, no-migration, no-balancing, no-notices, no-deltas. Decisions of
     rlboost are taken by the rollout manager's own code. Ratios are relative to the first policy; below 3 % they are
     "same".
     """

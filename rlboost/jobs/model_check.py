@@ -43,7 +43,6 @@ from rlboost.shared.model.folder import (
     require_scores,
     require_teachable,
     require_tokenizer,
-    require_unquantized,
     require_whole_weights,
 )
 from rlboost.shared.model.tool_calls import CallStyle
@@ -158,7 +157,6 @@ def model_problems(spec: JobSpec) -> list[str]:
     checks: list[Callable[[], object]] = [
         lambda: require_tokenizer(model),
         lambda: require_whole_weights(model),
-        lambda: require_unquantized(read_config(model)),
         lambda: _check_head(spec, model),
         lambda: require_supported(spec, read_config(model)),
     ]

@@ -252,6 +252,8 @@ def _engines(settings: Settings) -> EngineFactory:
 
 
 def _vllm_options(settings: Settings) -> VllmOptions:
+    if settings.speculation == "off" and (settings.vllm_args.keys() & {"speculative_config", "spec_method"}):
+        raise ConfigError("speculation is off, and vllm_args has speculative decoding: remove one of them")
     return VllmOptions(
         slots=settings.slots,
         device=settings.device,

@@ -41,6 +41,11 @@ _LONGEST_HEADER_BYTES = 100_000_000
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 """Suffixes of weight files."""
+_SHORT_FLOATS = ("f4", "f6", "f8", "float4", "float8")
+_UNQUANTIZED = (
+    "use the model in bfloat16 or float32. vLLM workers quantize it as they load it with RLBOOST_WORKER_VLLM_ARGS, "
+    'such as {"quantization": "fp8_per_channel"}'
+)
 _ADAPTER = "adapter_config.json"
 _ABOUT_OLD_WEIGHTS = (_ADAPTER, "README.md", "trainer_state.json")
 """Files that are not true of the model once it is trained."""
@@ -87,13 +92,22 @@ def require_unquantized(config: Mapping[str, Any]) -> None:
         ConfigError: they are quantized.
 
     """
-    if quantization := config.get("quantization_config") or config.get("compression_config"):
-        method = quantization.get("quant_method", "of an unnamed method")
-        raise ConfigError(
-            f"config.json: the model's weights are quantized ({method}): use the model in bfloat16 or float32. vLLM "
-            'workers quantize it as they load it with RLBOOST_WORKER_VLLM_ARGS, such as {"quantization": '
-            '"fp8_per_channel"}'
-        )
+    for part in (config, config.get("text_config") or {}):
+        if quantization := part.get("quantization_config") or part.get("compression_config"):
+            method = quantization.get("quant_method", "of an unnamed method")
+            raise ConfigError(f"config.json: the model's weights are quantized ({method}): {_UNQUANTIZED}")
+
+
+def is_quantized(tensor: str, dtype: str) -> bool:
+    """Return True if a tensor has weights in integers or in floats of 8 bits or less, which need scales.
+
+    Args:
+        tensor: its name.
+        dtype: as safetensors or torch name it.
+
+    """
+    is_weight = "weight" in tensor.rpartition(".")[2] or tensor.endswith("_blocks")  # as gpt-oss is published
+    return dtype.lower().startswith(_SHORT_FLOATS) or (is_weight and dtype.lower().startswith(("i", "u")))
 
 
 def require_teachable(student: Path, teacher: Path) -> None:
@@ -214,7 +228,7 @@ def require_served_model(model: Path, field: str, *, scores: bool) -> None:
         require_reward_model(model, field)
         return
     try:
-        require_model_files(model)
+        require_whole_weights(model)
         _require_generator(model)
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from error
@@ -238,7 +252,6 @@ def require_reward_model(model: Path, field: str = REWARD_MODEL) -> None:
 
     """
     try:
-        require_unquantized(read_config(model))
         require_scores(model)
         require_whole_weights(model)
         require_tokenizer(model)
@@ -328,13 +341,14 @@ def require_model_files(model: Path) -> None:
 
 
 def require_whole_weights(model: Path) -> None:
-    """Check that the weight files are whole, by their headers and sizes, and that none is missing.
+    """Check that the weight files are whole, by their headers and sizes, that none is missing, and none quantized.
 
     Raises:
-        ConfigError: names the file that is truncated, damaged or missing; see also `require_model_files`.
+        ConfigError: names the file that is truncated, damaged, missing or quantized; see also `require_model_files`.
 
     """
     require_model_files(model)
+    require_unquantized(read_config(model))
     files = sorted(model.glob("*.safetensors"))
     shapes = {path.name: _shapes_in(model, path) for path in files}
     for path in files:
@@ -397,12 +411,18 @@ def _shapes_in(model: Path, path: Path) -> dict[str, Shape]:
         shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
         if wrong := [name for name, shape in shapes.items() if any(type(n) is not int or n < 0 for n in shape)]:
             raise ValueError(f"the shape of {wrong[0]} is {shapes[wrong[0]]!r}")  # noqa: TRY301 - as above
-        return shapes  # noqa: TRY300 - as above
+        dtypes = {name: str(entry.get("dtype")) for name, entry in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"model {model}: {path.name} is not a whole .safetensors file: {reason}: copy it again"
         ) from error
+    # transformers would read such numbers as weights, and ignore their scales.
+    if quantized := next((name for name, dtype in dtypes.items() if is_quantized(name, dtype)), ""):
+        raise ConfigError(
+            f"model {model}: {path.name} has quantized weights ({quantized} is {dtypes[quantized]}): {_UNQUANTIZED}"
+        )
+    return shapes
 
 
 def count_parameters(model: Path) -> int:

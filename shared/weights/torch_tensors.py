@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from rlboost.shared.model.folder import tensor_names
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.model.folder import is_quantized, tensor_names
 from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.manifest import Shard, TensorEntry, digest_of
 
@@ -27,6 +28,9 @@ def named_shards(weights: torch.nn.Module | Mapping[str, torch.Tensor] | str | P
     Args:
         weights: a module, whose tied tensors are taken once; tensors by name; or a folder with safetensors.
 
+    Raises:
+        ConfigError: a tensor is quantized.
+
     """
     if isinstance(weights, torch.nn.Module):
         found: Iterable[tuple[str, torch.Tensor]] = module_tensors(weights)
@@ -38,7 +42,10 @@ def named_shards(weights: torch.nn.Module | Mapping[str, torch.Tensor] | str | P
         data = tensor.detach().cpu().contiguous()
         shape = tuple(data.shape)
         raw = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else b""
-        yield Shard(name, str(data.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, raw)
+        dtype = str(data.dtype).removeprefix("torch.")
+        if is_quantized(name, dtype):
+            raise ConfigError(f"{name} is quantized ({dtype}): load the model without quantization")
+        yield Shard(name, dtype, shape, (0,) * len(shape), shape, raw)
 
 
 def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

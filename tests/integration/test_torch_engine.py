@@ -315,6 +315,12 @@ def test_model_unsupported_by_the_cache_is_refused(config: Any, why: str, tmp_pa
         TorchEngine(tiny_models.save_config(config, tmp_path), slots=2)
 
 
+def test_a_model_whose_configuration_is_of_quantized_weights_is_refused(tmp_path: Path) -> None:
+    config = LlamaConfig(**_SMALL, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UnsuitableWeights, match=r"the model's weights are quantized \(fp8\)"):
+        TorchEngine(tiny_models.save_config(config, tmp_path), slots=2)
+
+
 def test_a_model_whose_logits_come_out_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attend = SlotCache.attend
 

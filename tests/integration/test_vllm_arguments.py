@@ -107,6 +107,10 @@ def test_engine_arguments_reach_vllm_and_unknown_ones_are_refused(tmp_path: Path
         arguments.check_arguments({"max_num_batch_tokens": 1})
     with pytest.raises(ConfigError, match="load_format is not free"):
         arguments.check_arguments({"load_format": "auto"})
+    online = {"quantization_config": {"linear": "fp8_per_channel"}}
+    arguments.check_arguments({**online, "quantization": "online"})
+    with pytest.raises(ConfigError, match='ignores quantization_config without quantization: add "quantization"'):
+        arguments.check_arguments(online)
     with pytest.raises(ConfigError, match="logits_processors is refused: it changes the distribution"):
         arguments.check_arguments({"logits_processors": ["a:B"]})
 

@@ -44,8 +44,8 @@ class Policy:
     """A preempted sample keeps its tokens."""
     balancing: bool = True
     """Running samples migrate to balance the load."""
-    order: bool = True
-    """The longest expected samples start first."""
+    batch_cap: int = 0
+    """The largest batch of a worker, in place of the manager's batch cap where that is larger; 0: the manager's."""
 
 
 _OURS = Policy(name="rlboost", rule="rlboost", weights="delta", peers=True, notices=True)
@@ -67,7 +67,6 @@ _PARTS = (
     replace(_OURS, name="no-memory", memory=False),
     replace(_OURS, name="no-migration", migration=False),
     replace(_OURS, name="no-balancing", balancing=False),
-    replace(_OURS, name="no-order", order=False),
     replace(_OURS, name="no-notices", notices=False),
     replace(_OURS, name="no-deltas", weights="full", peers=False),
 )

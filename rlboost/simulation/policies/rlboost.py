@@ -22,7 +22,6 @@ from rlboost.services.rollout_manager.domain.effects import (
     Store,
     one_turn,
 )
-from rlboost.services.rollout_manager.domain.queue import Queues, Requirement, SampleQueue
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import (
@@ -49,8 +48,6 @@ class DomainManager:
     def __init__(self, job: SimulatedJob, policy: Policy) -> None:
         self._policy = policy
         self.world = World(LEASE_S)
-        if not policy.order:
-            self.world.queues = _FifoQueues(self.world.jobs)
         if not policy.balancing:
             self.world.periodic.rebalanced_at = math.inf
         self.decide_s = 0.0
@@ -81,6 +78,9 @@ class DomainManager:
         self._on_departed(dead)
         if not self._policy.memory:
             self.world.jobs[JOB_ID].record.window_tuner.memory.clear()
+        if self._policy.batch_cap:
+            for one in self.world.fleet.workers.values():
+                one.batch_cap = min(one.batch_cap, self._policy.batch_cap)
         began = time.process_time()
         effects += decide(self.world, moment, dead)
         self.decide_s += time.process_time() - began
@@ -123,18 +123,3 @@ class DomainManager:
         for sample in (sample for worker in present for sample in worker.in_order()):
             if not (self._policy.migration or sample.finish):
                 self.world.ledger.cut(sample, 0)
-
-
-# --- ablations --------------------------------------------------------------------------------------------------------
-
-
-class _FifoQueue(SampleQueue):
-    """Starts groups in the order in which they were requested."""
-
-    def next_group(self) -> int:
-        return next(iter(self.unstarted))
-
-
-class _FifoQueues(Queues):
-    def _queue_of(self, requirement: Requirement) -> SampleQueue:
-        return self.setdefault(requirement, _FifoQueue())

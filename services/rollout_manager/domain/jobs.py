@@ -276,8 +276,8 @@ def from_json(text: str) -> Job:
 #
 # Estimates how long samples get, from finished siblings and from earlier epochs of the same prompt.
 #
-# Sources: Seer (arXiv 2511.14617) for one probe sample a group and the longest finished sibling as the estimate; a
-# mean over epochs as in RLHFless (arXiv 2602.22718).
+# Sources: Seer (arXiv 2511.14617) for the longest finished sibling as the estimate; a mean over epochs as in RLHFless
+# (arXiv 2602.22718).
 
 
 NEWEST_EPOCH_WEIGHT = 0.5
@@ -327,15 +327,12 @@ class LengthEstimates:
         expected = self.expected_length(sample) or self.mean or cap
         return min(max(expected - generated, generated / 2, 1.0), cap - generated)
 
-    def on_finished(self, sample: Sample) -> bool:
-        """Learn from a complete sample; return True if the estimate of its group has changed."""
+    def on_finished(self, sample: Sample) -> None:
+        """Learn from a complete sample."""
         generated = sample.n_tokens
         self.mean += (generated - self.mean) * (NEWEST_SAMPLE_WEIGHT if self.mean else 1.0)
         group = sample.request.group
-        before = self.longest.get(group)
-        if before is None or generated > before:
-            self.longest[group] = generated
-        return before is None or generated > before
+        self.longest[group] = max(generated, self.longest.get(group, 0))
 
     def on_group_closed(self, sample: Sample) -> tuple[str, float] | None:
         """Learn from a group when its last sample has closed.

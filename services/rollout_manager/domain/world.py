@@ -121,9 +121,7 @@ def deliver_to_trainer(world: World, sample: Sample) -> list[Effect]:
     job_id = sample.request.job_id
     if sample.failed_on:
         world.fleet.on_delivered(sample)
-    is_longest = world.jobs[job_id].progress.lengths.on_finished(sample)
-    if is_longest and world.queues and (queue := world.queues.get(requirement_of(sample))):
-        queue.set_estimate(sample.request.group, float(sample.n_tokens))
+    world.jobs[job_id].progress.lengths.on_finished(sample)
     world.siblings.add(sample, world.ledger)
     group_done, closed = _close(world, sample)
     audit = world.jobs[job_id].audit

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from rlboost.shared.errors import ConfigError
 from rlboost.shared.weights import torch_tensors
 from rlboost.shared.weights.cache import CachedVersion, PulledVersion
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
@@ -87,3 +89,13 @@ def test_differing_returns_every_changed_or_missing_tensor(tmp_path: Path) -> No
 def test_minus_zero_is_not_zero(tmp_path: Path) -> None:
     published = CachedVersion(pulled({"matrix": torch.zeros(2, 2)}, tmp_path))
     assert published.differing([("matrix", -torch.zeros(2, 2))]) == ["matrix"]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_weights_are_not_published(dtype: torch.dtype) -> None:
+    """Their scales are other tensors: a worker would load the numbers as weights."""
+    tensors = {"a.position_ids": torch.ones(1, dtype=torch.int64), "a.weight": torch.ones(1).to(dtype)}
+    shards = torch_tensors.named_shards(tensors)
+    assert next(shards).name == "a.position_ids"
+    with pytest.raises(ConfigError, match=r"a\.weight is quantized \(\w+\): load the model without quantization"):
+        next(shards)

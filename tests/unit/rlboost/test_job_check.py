@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,34 @@ def test_quantized_model_is_refused_with_what_to_do(folder: Path) -> None:
     [problem] = check(reward={"function": "my_reward:score"})
     assert "the model's weights are quantized (fp8): use the model in bfloat16" in problem
     assert 'RLBOOST_WORKER_VLLM_ARGS, such as {"quantization": "fp8_per_channel"}' in problem
+
+
+def weights(folder: Path, name: str, dtype: str) -> None:
+    header = json.dumps({name: {"dtype": dtype, "shape": [4], "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("a.weight", "F8_E4M3"),  # ModelOpt: by hf_quant_config.json
+        ("a.weight", "I8"),  # bitsandbytes
+        ("a.qweight", "U8"),  # GPTQ, AWQ
+        ("experts.gate_up_proj_blocks", "U8"),  # gpt-oss
+    ],
+)
+def test_quantized_weights_are_refused_whatever_the_configuration_says(folder: Path, name: str, dtype: str) -> None:
+    weights(folder / "base", name, dtype)
+    reward = {"function": "my_reward:score"}
+    (problem,) = check(reward=reward)
+    assert f"base: model.safetensors has quantized weights ({name} is {dtype}): use the model in bfloat16" in problem
+    other = folder / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"text_config": {"quantization_config": {"quant_method": "fp8"}}}')
+    weights(folder / "base", "a.position_ids", "U8")
+    weights(other, "a.position_ids", "U8")
+    (problem,) = check(reward=reward, models={"judge": {"model": "other"}})
+    assert problem.startswith("models.judge.model: config.json: the model's weights are quantized (fp8)")
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_manager_learns_the_decode_steps_of_the_simulated_engine() -> None:
 
 def test_manager_learns_both_regimes_of_a_simulated_engine_that_drafts() -> None:
     env = Environment(JOB, MACHINE, POLICIES["rlboost-speculation"], seed=1, resolution_s=0.5)
-    run = Simulation(env, FleetTrace.constant(3, 30.0), warm_up_steps=1)
+    run = Simulation(env, FleetTrace.constant(3, 90.0), warm_up_steps=1)
     run.run()
     assert isinstance(run.manager, DomainManager)
     learned = run.manager.world.fleet.profiles["simulated"]

@@ -23,7 +23,7 @@ from rlboost.services.rollout_manager.domain.placement import (
     select_migrations,
     set_batch_cap,
 )
-from rlboost.services.rollout_manager.domain.queue import OLDEST_GROUP_EVERY, Requirement, SampleQueue
+from rlboost.services.rollout_manager.domain.queue import Requirement, SampleQueue
 from rlboost.services.rollout_manager.domain.tokens import Sample
 from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
 from rlboost.shared.ids import SampleId
@@ -314,56 +314,33 @@ def order_of(waiting: SampleQueue, n: int) -> list[tuple[int, int]]:
     return [(s.group, s.member) for s in (SampleId.unpack(i) for i in taken if i is not None)]
 
 
-def test_queue_starts_one_probe_of_each_unknown_group_first() -> None:
+def test_queue_starts_whole_groups_the_oldest_first() -> None:
     waiting = SampleQueue()
-    for number in range(3):
-        for sample in group(number):
-            waiting.add(sample, None, 0.0)
-    assert order_of(waiting, 3) == [(0, 0), (1, 0), (2, 0)]
-
-
-def test_queue_starts_longest_groups_with_turns_for_the_oldest() -> None:
-    waiting = SampleQueue()
-    for number, estimate in enumerate((10.0, 90.0, 50.0)):
-        for sample in group(number):
-            waiting.add(sample, estimate, 0.0)
-    groups = [number for number, _ in order_of(waiting, 12)]
-    assert groups[: OLDEST_GROUP_EVERY - 1] == [1] * (OLDEST_GROUP_EVERY - 1)
-    assert groups[OLDEST_GROUP_EVERY - 1] == 0
-    assert sorted(groups) == [0] * 4 + [1] * 4 + [2] * 4
-
-
-def test_later_estimate_changes_the_queue_order() -> None:
-    waiting = SampleQueue()
-    for number in (0, 1):
-        for sample in group(number):
-            waiting.add(sample, None, 0.0)
-    order_of(waiting, 2)
-    waiting.set_estimate(group(0)[0].id, 5.0)
-    assert [number for number, _ in order_of(waiting, 3)] == [1, 1, 1]
+    for number in (2, 0, 1):
+        for sample in reversed(group(number)):
+            waiting.add(sample, 0.0)
+    assert order_of(waiting, 12) == [(number, member) for number in range(3) for member in range(4)]
 
 
 def test_samples_with_tokens_resume_before_new_ones() -> None:
     waiting = SampleQueue()
     for sample in group(0):
-        waiting.add(sample, None, 0.0)
+        waiting.add(sample, 0.0)
     begun = group(1)[2]
     begun.tokens += pack([1, 2], I32)
-    waiting.add(begun, None, 50.0)
+    waiting.add(begun, 50.0)
     assert order_of(waiting, 1) == [(1, 2)]
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=60), st.data())
-def test_queue_returns_every_sample_once(adds: list[tuple[int, int, bool]], data: st.DataObject) -> None:
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=60))
+def test_queue_returns_every_sample_once(adds: list[tuple[int, int]]) -> None:
     waiting, groups = SampleQueue(), [group(number) for number in range(6)]
     expected = set()
-    for number, member, estimate_comes in adds:
+    for number, member in adds:
         sample = groups[number][member]
         if sample.id not in expected:
-            waiting.add(sample, data.draw(st.none() | st.floats(1, 100)), 1.0)
+            waiting.add(sample, 1.0)
             expected.add(sample.id)
-        if estimate_comes:
-            waiting.set_estimate(sample.request.group, data.draw(st.floats(1, 100)))
     taken = [waiting.pop_next(lambda _: True) for _ in range(len(expected))]
     assert set(taken) == expected
     assert waiting.pop_next(lambda _: True) is None
@@ -376,8 +353,8 @@ def test_expected_length_is_the_longest_finished_sibling() -> None:
     assert lengths.expected_length(third) is None
     first.tokens += pack([0] * 7, I32)
     second.tokens += pack([0] * 3, I32)
-    assert lengths.on_finished(first)
-    assert not lengths.on_finished(second)
+    lengths.on_finished(first)
+    lengths.on_finished(second)
     assert lengths.expected_length(third) == 7
 
 

@@ -53,6 +53,11 @@ def test_the_setting_chooses_whether_the_torch_engine_drafts(
     asyncio.run(engine.close())
 
 
+def test_drafts_are_not_both_off_and_configured() -> None:
+    with pytest.raises(ConfigError, match="speculation is off, and vllm_args has speculative decoding"):
+        _engines(Settings(engine="vllm", speculation="off", vllm_args={"speculative_config": {"method": "ngram"}}))
+
+
 @pytest.mark.parametrize("vllm_is_there", [False], indirect=True)
 @pytest.mark.usefixtures("vllm_is_there")
 def test_worker_without_vllm_names_how_to_install_it() -> None:
@@ -87,6 +92,13 @@ def test_vllm_holds_several_adapters_only_if_told_to(engine: EngineName, given: 
         ("logprobs_mode", "processed_logits", "use processed_logprobs or raw_logprobs"),
         ("max_num_batched_tokens", 8192, ""),
         ("speculative_config", {"method": "ngram"}, ""),
+        ("speculative_config", {"method": "ngram", "rejection_sample_method": "synthetic"}, "synthetic accepts drafts"),
+        ("speculative_config", {"method": "mtp"}, "method 'mtp' drafts with weights of its own, which would be random"),
+        ("speculative_config", {"model": "draft"}, "use ngram, ngram_gpu, suffix, custom_class"),
+        ("speculative_config", {"model": "draft", "draft_load_config": {"load_format": "auto"}}, ""),
+        ("spec_method", "eagle", "'eagle' drafts with weights of its own"),
+        ("spec_method", "ngram", ""),
+        ("spec_model", "draft", "would draft with random weights"),
         ("limit_mm_per_prompt", {"image": 2}, 'so only {"image": 0} is accepted'),
         ("limit_mm_per_prompt", {"image": 0}, ""),
         ("mm_processor_kwargs", {"size": 1}, "images are computed as the trainer prepares them"),

@@ -26,9 +26,10 @@ from rlboost.services.rollout_worker.adapters.torch.vision import PassInputs
 from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.data.vision import FAMILIES, TEXT
-from rlboost.shared.errors import RLBoostError, UnsuitableWeights
+from rlboost.shared.errors import ConfigError, RLBoostError, UnsuitableWeights
 from rlboost.shared.model import experts
 from rlboost.shared.model.file_names import by_file_name, names_in_files, older_name
+from rlboost.shared.model.folder import require_unquantized
 from rlboost.shared.weights.changed_words import Placement, Words, write_words
 
 # --- Checks of published tensors against those that an engine has -----------------------------------------------------
@@ -130,6 +131,10 @@ def max_length(model: Model) -> int:
 
 
 def _refuse_by_config(config: Any) -> None:
+    try:
+        require_unquantized(config.to_dict())
+    except ConfigError as error:
+        raise UnsuitableWeights(str(error)) from error
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     if kinds:

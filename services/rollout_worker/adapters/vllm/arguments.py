@@ -175,6 +175,11 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         ConfigError: vLLM has no such argument, RLBoost sets it, or no sample could be trained on with it.
 
     """
+    if arguments.get("quantization_config") and not arguments.get("quantization"):
+        raise ConfigError(
+            "RLBOOST_WORKER_VLLM_ARGS: vllm ignores quantization_config without quantization: add "
+            '"quantization": "online", or remove it'
+        )
     known = {field.name for field in fields(AsyncEngineArgs)}
     own = {**_own_arguments(Path(), VllmOptions(1)), **_adapter_arguments(VllmOptions(1))}
     owned = own.keys() - {"logprobs_mode"}

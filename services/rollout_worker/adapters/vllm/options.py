@@ -26,6 +26,7 @@ REFUSED_ARGUMENTS: Mapping[str, str] = {
     "limit_mm_per_prompt": 'a prompt has all images of its row, so only {"image": 0} is accepted',
     "runner": "a worker generates text",
     "convert": "a worker generates text",
+    "spec_model": "vllm would draft with random weights, as workers load only those that are published",
 }
 """Engine arguments that are refused, most since no sample could be trained on with them -> why.
 
@@ -41,6 +42,8 @@ SUSPECT_ARGUMENTS: Mapping[str, str] = {
 """Engine arguments that are accepted if the sampling check passes -> what an error about it says.
 
 All that are in neither table are accepted in the same way, without a reason."""
+_DRAFT_METHODS = ("ngram", "ngram_gpu", "suffix", "custom_class")
+"""Methods of speculative decoding without weights of their own."""
 LOGITS_PROCESSOR_PLUGINS = "vllm.logits_processors"
 """Entry point group of packages whose logits processors vLLM applies to every request once they are installed."""
 _LOWEST_TEMPERATURE = 0.01
@@ -94,10 +97,26 @@ def argument_error(name: str, value: object) -> str:
     """Return why an engine argument with this value is refused; empty if the sampling check decides."""
     if name == "logprobs_mode" and value not in LOGPROBS_MODES:
         return f"logprobs_mode {value!r} has no log-probabilities to train on: use {' or '.join(LOGPROBS_MODES)}"
+    if name == "spec_method" and value:
+        name, value = "speculative_config", {"method": value}
+    if name == "speculative_config" and isinstance(value, Mapping):
+        return _drafts_error(value)
     reason = REFUSED_ARGUMENTS.get(name, "")
     if name == "limit_mm_per_prompt" and value in ({"image": 0}, {"image": 0, "video": 0}):
         return ""
     return f"{name} is refused: {reason}: remove it" if reason and value else ""
+
+
+def _drafts_error(config: Mapping[str, Any]) -> str:
+    method = config.get("method")
+    if config.get("rejection_sample_method") == "synthetic":
+        return "speculative_config: rejection_sample_method synthetic accepts drafts at any probability: use standard"
+    if method not in _DRAFT_METHODS and not config.get("draft_load_config"):
+        return (
+            f"speculative_config: method {method!r} drafts with weights of its own, which would be random, as workers "
+            f"load only those that are published: use {', '.join(_DRAFT_METHODS)}, or give draft_load_config"
+        )
+    return ""
 
 
 def supported_options(vllm_args: Mapping[str, Any], *, has_grammars: bool, sees_images: bool = False) -> frozenset[str]:
