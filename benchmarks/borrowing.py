@@ -1,15 +1,18 @@
 """What a worker beside a vLLM server takes of its idle time, and what that costs the server, as JSON lines.
 
     python -m benchmarks.borrowing [--bursts 100] [--gap-s 3.5] [--url http://127.0.0.1:8000 --model NAME]
+    python -m benchmarks.borrowing --one-engine [--bursts 40] [--ttft-ms 100]
 
 Server, worker, weight store and Redis are real processes on this machine's CPUs; the manager is a script that keeps the
 worker's slots full whenever it is ready. Rounds of five bursts alternate: `alone`, with the worker stopped by SIGSTOP,
 and `borrowed`. Ratios compare the two. Without --url, the benchmark starts vLLM with the model of examples/countdown.
+With --one-engine the worker is the server, and a command stops its samples.
 
 - `ttft_ratio_p50`, `ttft_ratio_p99`: time to the first token of the server's requests, borrowed over alone.
 - `idle_used`: part of the time without a request in which the worker had the device.
 - `yield_ms`: from the first request of a burst until the worker's engine had stopped and its tokens were sent; of the
   bursts that met a worker with the device.
+- `capacity_used`: with --one-engine, tokens of samples per second in borrowed rounds, over those without any request.
 - `lost`, `repeated`: samples that did not go on where they were, and tokens that were generated twice.
 """
 
@@ -26,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -34,14 +37,20 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import httpx
+import torch
+from safetensors.torch import load_file
 
 from benchmarks.support.weight_store import running_store
-from rlboost.shared.messages import TokenFrame, UseVersion, WorkerHeartbeat
+from rlboost.shared.messages import Resume, Suspend, TokenFrame, UseVersion, WorkerHeartbeat
 from rlboost.shared.messages.token_rows import token_rows
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams.bus import START
 from rlboost.shared.streams.names import worker_reports
 from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.manifest import Shard
+from rlboost.shared.weights.publisher import Publisher
+from rlboost.shared.weights.rest_models import CommitRequest
 from rlboost.shared.wire import ints
 from tests.support import published_model
 from tests.support.eventually import eventually
@@ -51,6 +60,8 @@ from tests.support.worker_manager import JOB, JoinServer, WorkerManager, assign
 
 MODEL = Path(__file__).parent.parent / "examples" / "countdown" / "base"
 PER_ROUND = 5
+SETTLE_S, CAPACITY_S = 4.0, 10.0
+"""Until all seats are in use again, and for how long each round then measures the throughput without requests."""
 START_LIMIT_S = 300.0
 SLOTS = 8
 SAMPLE_TOKENS = 400
@@ -64,14 +75,20 @@ ANSWER_TOKENS = 24
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def vllm_server(folder: Path, port: int) -> AsyncIterator[str]:
-    """Start vLLM on this machine's CPUs; yield its URL."""
+def renderable_model(folder: Path) -> Path:
+    """Copy the example's model, with a tokenizer that takes the texts which vLLM renders."""
     model = folder / "model"
     shutil.copytree(MODEL, model)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
-    tokenizer["model"]["unk_token"] = next(iter(tokenizer["model"]["vocab"]))  # vLLM renders texts of its own
+    tokenizer["model"]["unk_token"] = next(iter(tokenizer["model"]["vocab"]))
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return model
+
+
+@asynccontextmanager
+async def vllm_server(folder: Path, port: int) -> AsyncIterator[str]:
+    """Start vLLM on this machine's CPUs; yield its URL."""
+    model = renderable_model(folder)
     env = os.environ | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
@@ -156,6 +173,7 @@ class Filler:
         self._placed: set[int] = set()
         self._next = 1
         self._state = ""
+        self._slots = SLOTS
         self.generated = self.repeated = self.lost = self.finished = 0
 
     async def run(self) -> None:
@@ -167,11 +185,12 @@ class Filler:
                 match entry.message:
                     case TokenFrame():
                         self._take(entry.message)
-                    case WorkerHeartbeat(state=state):
+                    case WorkerHeartbeat(state=state, slots=slots):
+                        self._slots = slots or SLOTS
                         if state == "suspended" != self._state:
                             self._placed.clear()
                         self._state = state
-            if self._state == "ready" and len(self._placed) < SLOTS:
+            if self._state == "ready" and len(self._placed) < self._slots:
                 await self._fill()
 
     def _take(self, frame: TokenFrame) -> None:
@@ -192,9 +211,9 @@ class Filler:
 
     async def _fill(self) -> None:
         waiting = [sample for sample in self._tokens if sample not in self._placed]
-        for sample in waiting[: SLOTS - len(self._placed)]:
+        for sample in waiting[: self._slots - len(self._placed)]:
             await self._assign(sample)
-        while len(self._placed) < SLOTS:
+        while len(self._placed) < self._slots:
             self._tokens[self._next] = []
             await self._assign(self._next)
             self._next += 1
@@ -204,6 +223,92 @@ class Filler:
         self._placed.add(sample)
         command = assign(sample, attempt=self._attempts[sample], max_tokens=SAMPLE_TOKENS, tokens=self._tokens[sample])
         await self._manager.send(self._worker, command)
+
+
+class Rate:
+    """Tokens of samples per second, over some times."""
+
+    def __init__(self, filler: Filler) -> None:
+        self._filler = filler
+        self._tokens, self._seconds = 0, 0.0
+
+    async def during(self, what: Awaitable[None]) -> None:
+        """Await this, and count its time."""
+        before, began = self._filler.generated, time.monotonic()
+        await what
+        self._tokens += self._filler.generated - before
+        self._seconds += time.monotonic() - began
+
+    @property
+    def per_s(self) -> float:
+        """Return the rate."""
+        return self._tokens / self._seconds
+
+
+async def publish_folder(client: StoreClient, folder: Path) -> None:
+    """Commit a model's folder as version 0."""
+    shards = []
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        shape, data = tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().data
+        shards.append(Shard(name, str(tensor.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, data))
+    part = await Publisher(client, Waits()).publish(JOB, 0, 0, shards)
+    config = (folder / "config.json").read_text()
+    await client.commit(JOB, 0, CommitRequest(expect=-1, parts=(part.digest,), config_json=config))
+
+
+async def measure_one_engine(folder: Path, port: int, bursts: int, gap_s: float, ttft_ms: float) -> None:
+    """Run the rounds with a worker that is the server, and print the results."""
+    loads, draw = {"alone": Load(), "borrowed": Load()}, random.Random(1)
+    model = renderable_model(folder)
+    (folder / "store").mkdir()
+    with running_store(folder / "store") as (store, redis_url):
+        async with StoreClient(store.url, TOKEN) as client:
+            await publish_folder(client, model)
+        join, bus = JoinServer(TOKEN, redis_url, store.url), RedisBus(redis_url)
+        settings = {"URL": join.url, "NAME": "w", "SLOTS": str(SLOTS), "CACHE_DIR": str(folder / "cache")}
+        settings |= {"LEASE_S": "60", "STALL_LIMIT_S": "600", "ENGINE": "vllm", "BASE_MODEL": str(model)}
+        settings |= {"SERVE": f"127.0.0.1:{port}", "SERVE_TTFT_MS": str(ttft_ms), "KV_CACHE_BYTES": str(64 << 20)}
+        settings |= {"SERVE_ARGS": '{"served_model_name": "m"}', "VLLM_ARGS": '{"max_model_len": 512}'}
+        env = {f"RLBOOST_WORKER_{key}": value for key, value in settings.items()}
+        worker = ServiceProcess("rollout_worker", "RLBOOST_WORKER_", folder, "redis://127.0.0.1:1/0", env)
+        worker.launch()
+        try:
+            manager, url = WorkerManager(bus), f"http://127.0.0.1:{port}"
+            name = await manager.joined(within_s=START_LIMIT_S)
+            await manager.send(name, UseVersion(job_id=JOB, version=0))
+            await manager.until(name, "ready", 0, within_s=START_LIMIT_S)
+            filler = Filler(manager, name)
+            capacity, used, other = Rate(filler), Rate(filler), Rate(filler)
+            filling = asyncio.create_task(filler.run(), name="filler")
+            await eventually(lambda: filler.generated > 100, within_s=START_LIMIT_S)
+            await serve_round(url, "m", Load(), draw, gap_s)
+            for number in range(2 * -(-bursts // PER_ROUND)):
+                kind = ("alone", "borrowed")[number % 2]
+                await manager.send(name, Suspend(step=number) if kind == "alone" else Resume(step=number))
+                await manager.until(name, "suspended" if kind == "alone" else "ready", within_s=START_LIMIT_S)
+                await asyncio.sleep(SETTLE_S)
+                if kind == "borrowed":
+                    await capacity.during(asyncio.sleep(CAPACITY_S))
+                await (used if kind == "borrowed" else other).during(serve_round(url, "m", loads[kind], draw, gap_s))
+                print(json.dumps({"round": number, "kind": kind, **summary(loads[kind])}), flush=True)
+            filling.cancel()
+            await asyncio.wait({filling})
+            print(
+                json.dumps(
+                    {
+                        **ratios(loads),
+                        "capacity_tokens_per_s": round(capacity.per_s),
+                        "capacity_used": round(used.per_s / capacity.per_s, 3),
+                        "seats_reduced": worker.log().count('"seats_reduced"'),
+                        "lost": filler.lost,
+                        "repeated": filler.repeated,
+                    }
+                )
+            )
+        finally:
+            worker.kill()
+            await bus.close()
+            join.close()
 
 
 def spells(log: str) -> list[tuple[float, float]]:
@@ -276,14 +381,20 @@ def summary(load: Load) -> dict[str, float]:
     return {f"ttft_ms_p{p}": round(1e3 * percentile(load.ttft_s, p), 1) for p in (50, 99)}
 
 
+def ratios(loads: dict[str, Load]) -> dict[str, object]:
+    """Return the latencies of borrowed rounds over those of the others."""
+    alone, borrowed = loads["alone"].ttft_s, loads["borrowed"].ttft_s
+    compared = {f"ttft_ratio_p{p}": round(percentile(borrowed, p) / percentile(alone, p), 2) for p in (50, 90, 99)}
+    return {**compared, "requests": [len(alone), len(borrowed)]}
+
+
 def report(loads: dict[str, Load], had: Sequence[tuple[float, float]], filler: Filler) -> None:
     """Print the results."""
-    alone, borrowed = loads["alone"], loads["borrowed"]
+    borrowed = loads["borrowed"]
     idle_s = sum(end - begin for begin, end in borrowed.idle)
     yields = [1e3 * (end - at) for at in borrowed.began for begin, end in had if begin <= at <= end]
     result = {
-        **{f"ttft_ratio_p{p}": percentile(borrowed.ttft_s, p) / percentile(alone.ttft_s, p) for p in (50, 90, 99)},
-        "requests": [len(alone.ttft_s), len(borrowed.ttft_s)],
+        **ratios(loads),
         "idle_used": overlap(borrowed.idle, had) / idle_s,
         "yields": len(yields),
         "yield_ms_median": median(yields),
@@ -296,10 +407,13 @@ def report(loads: dict[str, Load], had: Sequence[tuple[float, float]], filler: F
     print(json.dumps({name: round(each, 3) if isinstance(each, float) else each for name, each in result.items()}))
 
 
-async def main(bursts: int, gap_s: float, url: str, model: str) -> None:
+async def main(bursts: int, gap_s: float, url: str, model: str, *, one_engine: bool, ttft_ms: float) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if url:
+        if one_engine:
+            with reserved_port() as port:
+                await measure_one_engine(folder, port, bursts, gap_s, ttft_ms)
+        elif url:
             await measure(folder, url, model, bursts, gap_s)
         else:
             with reserved_port() as port:
@@ -313,5 +427,8 @@ if __name__ == "__main__":
     parser.add_argument("--gap-s", type=float, default=3.5)
     parser.add_argument("--url", default="")
     parser.add_argument("--model", default="m")
+    parser.add_argument("--one-engine", action="store_true")
+    parser.add_argument("--ttft-ms", type=float, default=100)
     given = parser.parse_args()
-    asyncio.run(main(given.bursts, given.gap_s, given.url, given.model))
+    numbers = given.bursts, given.gap_s, given.url, given.model
+    asyncio.run(main(*numbers, one_engine=given.one_engine, ttft_ms=given.ttft_ms))

@@ -128,6 +128,13 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
     beside: Annotated[
         str | None, typer.Option(help="URL of a vLLM server on the same device: generate only while it serves nothing.")
     ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Serve RLBOOST_WORKER_BASE_MODEL there, by the same vLLM engine.",
+        ),
+    ] = None,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
     """Run a worker on this machine in the foreground; Ctrl-C hands off its samples and exits.
@@ -150,6 +157,8 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
         "beside": beside,
     }
     spec = spec_file.load(spec_file.NodeSpec, file, given)
+    if spec.gpus and serve is not None:
+        raise ConfigError(f"--serve {serve} is the address of one worker: give --device cuda instead of --gpus")
     if spec.gpus and device is not None:
         raise ConfigError(f"--device {device} and --gpus {spec.gpus} exclude each other: give one of them")
     where, secret = requested_endpoint(url, token, state)
@@ -163,6 +172,7 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
         "ENGINE": spec.engine_name,
         "NAME": name,
         "DEVICE": device,
+        "SERVE": serve,
         "GPU_MEMORY_UTILIZATION": None if fraction is None else f"{fraction:g}",
     }
     spec.require_vllm_for_its_options()

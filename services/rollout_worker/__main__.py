@@ -6,8 +6,11 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import Callable
+from functools import cache as once
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -21,7 +24,8 @@ from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory, is_quantized
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
 from rlboost.services.rollout_worker.app import WorkerApp, WorkerOptions
-from rlboost.services.rollout_worker.domain.borrowing import Borrowing
+from rlboost.services.rollout_worker.commands import LOAD_LIMIT_S
+from rlboost.services.rollout_worker.domain.borrowing import Borrowing, Seats
 from rlboost.services.rollout_worker.domain.parity_check import Precision
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.life import (
@@ -33,10 +37,11 @@ from rlboost.services.rollout_worker.life import (
     process_age_s,
 )
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
-from rlboost.services.rollout_worker.ports import EngineFactory, Membership, NoticeSource
+from rlboost.services.rollout_worker.ports import EngineFactory, EngineFailed, Membership, NoticeSource
+from rlboost.services.rollout_worker.serving import SeatsWatch, ServingGenerator
 from rlboost.services.rollout_worker.settings import Settings
-from rlboost.shared.errors import ConfigError
-from rlboost.shared.process.lifecycle import Loop, run_service
+from rlboost.shared.errors import ConfigError, RLBoostError, leaves
+from rlboost.shared.process.lifecycle import Loop, run_service, supervise, until_stop
 from rlboost.shared.process.system import bind_to_cpus, run_in_thread
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.access import IssuedAccess
@@ -46,10 +51,19 @@ from rlboost.shared.weights.peers.directory import PeerDirectory
 from rlboost.shared.weights.peers.source import PeerSource, PeerTransport
 from rlboost.shared.weights.puller import DirectorySource, Puller, StoreSource, StoreWeights
 
+if TYPE_CHECKING:
+    from prometheus_client import Counter
+
+    from rlboost.services.rollout_worker.adapters.vllm.front import Front
+
 log = structlog.get_logger(__name__)
 
 _TRANSFERS = 8
 """Blobs pulled concurrently."""
+
+
+_REJOIN_AFTER_S = 10.0
+"""From a failure of a worker whose engine serves others, which goes on, until it joins again."""
 
 
 async def main(settings: Settings, stop: asyncio.Event) -> None:
@@ -57,6 +71,61 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     startup = StartupTimer(process_age_s())
     startup.end("import")
     bind_to_cpus(settings.cpus)
+    if settings.serve:
+        await _serve(settings, stop, startup)
+    else:
+        await _work(settings, startup, stop)
+
+
+async def _serve(settings: Settings, stop: asyncio.Event, startup: StartupTimer) -> None:
+    """Serve a model to others until the stop, and work next to that."""
+    from rlboost.shared.http.server import bind, server_loop  # noqa: PLC0415 - the web framework takes long to import
+
+    host, _, port = settings.serve.rpartition(":")
+    sock = bind(host.strip("[]"), int(port), "RLBOOST_WORKER_SERVE or --serve")
+    front = await run_in_thread("engine-build", VllmFactory(_vllm_options(settings)).serve)
+    try:
+        app = await front.app(settings.serve_args)
+        log.info("serving", address=settings.serve, model=app.state.args.served_model_name)
+        loops: dict[str, Loop] = {
+            "serving": server_loop(app, sock, settings.certificate),
+            "rollouts": partial(_keep_working, settings, startup, front),
+        }
+        await supervise(loops, stop, grace_s=settings.grace_s)
+    finally:
+        await run_in_thread("vllm-shutdown", front.llm.shutdown)
+
+
+async def _keep_working(settings: Settings, startup: StartupTimer, front: Front, stop: asyncio.Event) -> None:
+    """Work until the stop; a worker that fails, but for its engine, joins again, and a drained one does not."""
+    n_joined = 0
+    while not stop.is_set():
+        ended = asyncio.Event()
+        forward = asyncio.create_task(_set_after(stop, ended), name="forward-stop")
+        try:
+            await _work(settings, startup, ended, front)
+            log.info("rollouts_ended", serving=not stop.is_set())
+            await stop.wait()
+        except (RLBoostError, ExceptionGroup) as error:
+            causes = leaves(error)
+            if any(isinstance(cause, EngineFailed) or not isinstance(cause, RLBoostError) for cause in causes):
+                raise
+            if isinstance(causes[0], ConfigError) and not n_joined:
+                raise
+            log.error("rollouts_failed", error=str(causes[0]), joins_again_in_s=_REJOIN_AFTER_S)  # noqa: TRY400 - its text says what to do
+            await until_stop(stop, _REJOIN_AFTER_S)
+        finally:
+            forward.cancel()
+        n_joined += 1
+
+
+async def _set_after(first: asyncio.Event, second: asyncio.Event) -> None:
+    await first.wait()
+    second.set()
+
+
+async def _work(settings: Settings, startup: StartupTimer, stop: asyncio.Event, front: Front | None = None) -> None:
+    """Join and work until the stop; `front` has the engine if that serves others."""
     token, name = settings.token.get_secret_value(), settings.worker_name
     serving = ServingMetrics(settings.beside_url) if settings.beside_url else None
     if serving is not None:
@@ -76,13 +145,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     )
     seeder = ModelFolderSeeder(settings.base_model) if settings.base_model else None
     puller = Puller(store, cache, waits, source=DirectorySource(store, cache, peers), seeder=seeder)
-    generator = Generator(
-        _engines(settings),
-        precision=_precision(settings),
-        tolerance=settings.parity_tolerance,
-        suspects=VllmOptions(settings.slots, vllm_args=settings.vllm_args).suspects,
-        decoder=decoder,
-    )
+    generator = _generator(settings, front)
     identity = WorkerIdentity(
         role=settings.role,
         kind=settings.worker_kind,
@@ -103,23 +166,31 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     weights = StoreWeights(puller, store, access, partial(fetch_tokenizer, settings.url, token))
     memory = MemoryProbe(settings.device)
     connection = ManagerConnection(first, join_again, generator, identity, settings.lease_s, waits, memory)
-    options = WorkerOptions(
+    behavior = WorkerOptions(
         settings.flush_interval_s,
         settings.heartbeat_interval_s,
         settings.grace_s,
         drain_on_rebalance=settings.rebalance == "drain",
     )
-    worker = WorkerApp(stop, connection, generator, weights, options, waits, startup)
+    worker = WorkerApp(stop, connection, generator, weights, behavior, waits, startup)
     try:
         serve = _http(settings, connection, generator, worker, waits, cache, peers, first.peer_key)
         watch = _preemption_watch(settings, metadata, worker)
         progress = Watchdog(generator, settings.stall_limit_s)
         loops = {"http": serve, "peers": peers.announce, "notices": watch.run, "progress": progress.run}
         if serving is not None:
-            borrowing = Borrowing(settings.beside_max_running, settings.beside_ttft_ms / 1e3)
-            loops["serving"] = ServingWatch(serving, borrowing, worker, connection.report_serving_trouble).run
+            loops["serving"] = ServingWatch(
+                serving,
+                Borrowing(settings.beside_max_running, settings.beside_ttft_ms / 1e3),
+                worker,
+                connection.report_serving_trouble,
+            ).run
+        if front is not None:
+            loops["seats"] = SeatsWatch(front.requests, Seats(settings.slots, settings.serve_ttft_ms / 1e3), worker).run
         await worker.run(loops)
     finally:
+        if front is not None:
+            await generator.close()
         await metadata.close()
         if serving is not None:
             await serving.close()
@@ -145,6 +216,20 @@ def _cache_dir(settings: Settings) -> Path:
         ) from error
 
 
+def _generator(settings: Settings, front: Front | None) -> Generator:
+    options: dict[str, Any] = {
+        "engines": _engines(settings),
+        "precision": _precision(settings),
+        "tolerance": settings.parity_tolerance,
+        "suspects": VllmOptions(settings.slots, vllm_args=settings.vllm_args).suspects,
+        "decoder": decoder,
+    }
+    # With a front, scores wait for the requests of others.
+    if front is None:
+        return Generator(**options)
+    return ServingGenerator(front.engine(), front.differing, **options, parity_limit_s=LOAD_LIMIT_S)
+
+
 def _engines(settings: Settings) -> EngineFactory:
     if settings.engine == "torch":
         if settings.tensor_parallel > 1:
@@ -163,22 +248,25 @@ def _engines(settings: Settings) -> EngineFactory:
             max_adapters=settings.held_adapters,
             max_adapter_rank=settings.max_adapter_rank,
         )
+    return VllmFactory(_vllm_options(settings))
+
+
+def _vllm_options(settings: Settings) -> VllmOptions:
     if settings.speculation == "off" and (settings.vllm_args.keys() & {"speculative_config", "spec_method"}):
         raise ConfigError("speculation is off, and vllm_args has speculative decoding: remove one of them")
-    return VllmFactory(
-        VllmOptions(
-            slots=settings.slots,
-            device=settings.device,
-            dtype=settings.dtype,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            tensor_parallel=settings.tensor_parallel,
-            enable_sleep=settings.role == "reserved" or bool(settings.beside_url),
-            pack_weights=settings.pack_weights,
-            max_adapters=settings.held_adapters,
-            max_adapter_rank=settings.max_adapter_rank,
-            vllm_args=settings.vllm_args,
-        )
+    return VllmOptions(
+        slots=settings.slots,
+        device=settings.device,
+        dtype=settings.dtype,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        tensor_parallel=settings.tensor_parallel,
+        enable_sleep=settings.role == "reserved" or bool(settings.beside_url),
+        pack_weights=settings.pack_weights,
+        max_adapters=settings.held_adapters,
+        max_adapter_rank=settings.max_adapter_rank,
+        served_model=str(settings.base_model) if settings.serve else "",
+        vllm_args=settings.vllm_args,
     )
 
 
@@ -204,10 +292,8 @@ def _http(
     peers: PeerSource,
     peer_key: str,
 ) -> Loop:
-    def serve() -> Loop:
+    def serve() -> tuple[Loop, Callable[[], None]]:
         # The web framework is imported while the other loops run, so that the worker joins sooner.
-        from prometheus_client import Counter  # noqa: PLC0415 - see above
-
         from rlboost.services.rollout_worker.api import create, notice_routes  # noqa: PLC0415 - see above
         from rlboost.shared.http.access import metrics_path  # noqa: PLC0415 - see above
         from rlboost.shared.http.guard import Guard  # noqa: PLC0415 - see above
@@ -224,14 +310,26 @@ def _http(
         guard = Guard.of_token(token)
         app = create(connection, generator, guard=guard, waits=waits, metrics_path=metrics_path(peer_key))
         app.include_router(notice_routes(worker.on_preemption_notice, guard))
-        sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
+        sent = _sent_bytes()
         app.include_router(blob_routes(cache, peer_key, sent, slots))
-        return server_loop(app, sock, certificate, transfers=blob_transfers(cache, peer_key, sent, slots))
+        transfers = blob_transfers(cache, peer_key, sent, slots)
+        return server_loop(app, sock, certificate, transfers=transfers), app.state.end_metrics
 
     async def loop(stop: asyncio.Event) -> None:
-        await (await run_in_thread("http-imports", serve))(stop)
+        served, end_metrics = await run_in_thread("http-imports", serve)
+        try:
+            await served(stop)
+        finally:
+            end_metrics()
 
     return loop
+
+
+@once
+def _sent_bytes() -> Counter:
+    from prometheus_client import Counter  # noqa: PLC0415 - imported after joining
+
+    return Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
 
 
 if __name__ == "__main__":

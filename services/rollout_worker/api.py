@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import get_args
 
 from fastapi import APIRouter, FastAPI
@@ -88,14 +89,17 @@ def create(
     connection: ManagerConnection, generator: Generator, *, guard: Guard, waits: Waits, metrics_path: str
 ) -> FastAPI:
     """Return the app; its metrics are in the process's registry, and at `metrics_path` without a token."""
-    REGISTRY.register(Metrics(connection, generator))
-    return create_app(
+    metrics = Metrics(connection, generator)
+    REGISTRY.register(metrics)
+    app = create_app(
         "RLBoost rollout worker",
         guard=guard,
         not_ready_reason=lambda: missing_weights(connection.session, generator),
         waits=waits,
         metrics_path=metrics_path,
     )
+    app.state.end_metrics = partial(REGISTRY.unregister, metrics)
+    return app
 
 
 def missing_weights(session: Session, generator: Generator) -> str | None:

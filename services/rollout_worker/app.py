@@ -236,6 +236,10 @@ class WorkerApp:
         """Generate again, if the manager knows of the pause; idempotent."""
         await self._commands.take_device()
 
+    async def use_seats(self, seats: int) -> None:
+        """Hold at most this many samples, and hand the newest of the others back; idempotent."""
+        await self._commands.use_seats(seats)
+
     async def wait_handed_off(self) -> None:
         """Wait until `shutdown` has handed off everything."""
         await self._handed_off.wait()

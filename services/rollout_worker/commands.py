@@ -549,6 +549,13 @@ class CommandLoop:
         if session.yields:
             await self._decide_and_execute(Session.take_device)
 
+    async def use_seats(self, seats: int) -> None:
+        """Hold at most this many samples; idempotent."""
+        session = self._connection.session
+        if session.seats != seats:
+            self._generator.release(list(session.held.items())[seats:])  # at once, whatever command is being executed
+            await self._decide_and_execute(lambda current: current.use_seats(seats))
+
     async def _decide_and_execute(self, decide: Callable[[Session], list[Effect]]) -> None:
         async with self._executing:
             try:

@@ -134,7 +134,7 @@ class ManagerConnection:
         self._left = self._has_joined = False
         self.meters = LoadMeters(identity.slots)
         self.incarnation = _new_incarnation(membership, None)
-        self._reported: tuple[WorkerState, WeightsRef | None, dict[str, int]] | None = None
+        self._reported: tuple[WorkerState, WeightsRef | None, dict[str, int], int] | None = None
 
     @property
     def session(self) -> Session:
@@ -217,7 +217,7 @@ class ManagerConnection:
                     "worker_joined", worker=incarnation.worker, role=self._identity.role, slots=self._identity.slots
                 )
                 incarnation.joined = self._has_joined = True
-            self._reported = (heartbeat.state, session.serving, session.alongside)
+            self._reported = (heartbeat.state, session.serving, session.alongside, heartbeat.slots)
 
     @property
     def has_reported_suspension(self) -> bool:
@@ -227,7 +227,8 @@ class ManagerConnection:
     @property
     def state_changed(self) -> bool:
         """Return True if state or weights differ from the last heartbeat."""
-        return self._reported != (self.session.state, self.session.serving, self.session.alongside)
+        session = self.session
+        return self._reported != (session.state, session.serving, session.alongside, session.seats)
 
     def _joined(self, worker: str, now: float) -> WorkerJoined:
         identity = self._identity

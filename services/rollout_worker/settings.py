@@ -15,6 +15,7 @@ from rlboost.shared.messages.codec import HourlyPrice
 from rlboost.shared.process.modules import EngineName
 from rlboost.shared.settings import ServiceSettings
 
+_MAX_PORT = 65535
 _CACHE = Path("~/.cache/rlboost/weights")
 
 
@@ -131,6 +132,23 @@ class Settings(ServiceSettings):
         "0: no limit",
     )
 
+    serve: str = Field(
+        "",
+        pattern=r"^(\S+:\d+)?$",
+        description="address, HOST:PORT, at which vllm also serves the model in `base_model` by the OpenAI API, "
+        "without tokens of the system; samples get what its requests leave. If empty, the engine is the jobs' own",
+    )
+    serve_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="arguments of vllm's server as JSON, such as "
+        '{"served_model_name": "prod", "enable_auto_tool_choice": true, "tool_call_parser": "hermes"}',
+    )
+    serve_ttft_ms: float = Field(
+        500.0,
+        gt=0,
+        description="fewer samples run while more than 5 % of these requests wait longer for a first token",
+    )
+
     site: str = Field(
         "",
         pattern=r"^[A-Za-z0-9._-]*$",
@@ -170,11 +188,34 @@ class Settings(ServiceSettings):
             raise ValueError("this is a limit for a server: name that with beside_url, or --beside")
         return limit
 
+    @field_validator("serve")
+    @classmethod
+    def _can_serve(cls, serve: str, info: ValidationInfo) -> str:
+        given = info.data
+        if serve and given.get("engine") == "torch":
+            raise ValueError("the torch engine serves no requests: use engine vllm")
+        if serve and given.get("role") == "reserved":
+            raise ValueError("a reserved worker shares the trainer's device: use role preemptible")
+        if serve and given.get("beside_url"):
+            raise ValueError("one engine serves and generates, or two do: give serve, or beside_url (--beside)")
+        if serve and int(serve.rpartition(":")[2]) > _MAX_PORT:
+            raise ValueError(f"ports are at most {_MAX_PORT}: choose another one")
+        if serve and given.get("base_model") is None:
+            raise ValueError("set base_model to the folder of the model to serve")
+        return serve
+
+    @field_validator("serve_args")
+    @classmethod
+    def _needs_an_address(cls, serve_args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if serve_args and info.data.get("serve") == "":
+            raise ValueError("these are arguments of a server: give its address with serve, or --serve")
+        return serve_args
+
     @property
     def held_adapters(self) -> int:
         """Return how many adapters the engine holds next to its weights; 0: it merges them."""
         count = self.max_adapters or (8 if self.engine == "torch" else 1)
-        return count if count > 1 else 0
+        return count if count > 1 or self.serve else 0
 
     @property
     def worker_name(self) -> str:

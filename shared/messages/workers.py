@@ -251,6 +251,8 @@ class WorkerHeartbeat(Message):
     """How many jobs with adapters of the same weights the engine serves at once; 0: it merges the adapter of one."""
     alongside: Annotated[tuple[Annotated[tuple[JobId, Version], Strict(False)], ...], Strict(False)] = ()
     """What it serves in addition to `job_id` and `version`."""
+    slots: Count = 0
+    """How many samples it takes at present, where that is fewer than it joined with; 0: as many."""
 
 
 @message

@@ -6,6 +6,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -136,3 +137,29 @@ def test_vllm_holds_adapters_of_models_that_support_them_if_it_is_to() -> None:
     assert not enabled(tiny_models.CONFIGS["gpt2"], max_adapters=2)
     with pytest.raises(ConfigError, match=r"RLBOOST_WORKER_MAX_ADAPTER_RANK is 600, and vllm holds .* rank 512: lower"):
         enabled(vllm_engines.config(), max_adapters=2, max_adapter_rank=600)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"lora_modules": ["a=/a"]}, "lora_modules is not free"),
+        ({"api_key": ["k"]}, "keys are in VLLM_API_KEY"),
+        ({"tool_call_parse": "hermes"}, "did you mean tool_call_parser"),
+    ],
+)
+async def test_front_arguments_that_have_another_place_are_refused(arguments: dict[str, Any], why: str) -> None:
+    vllm_engines.require()
+    vllm_engines.require_installed("watchfiles")
+    from rlboost.services.rollout_worker.adapters.vllm.front import Front  # noqa: PLC0415 - it imports vllm
+
+    with pytest.raises(ConfigError, match=why):
+        await Front(Mock(), VllmOptions(1, served_model="/m")).app(arguments)
+
+
+def test_engine_that_serves_is_scheduled_by_priority() -> None:
+    vllm_engines.require()
+    vllm_engines.require_installed("watchfiles")
+    from rlboost.services.rollout_worker.adapters.vllm.front import start  # noqa: PLC0415 - as above
+
+    with pytest.raises(ConfigError, match="remove scheduling_policy"):
+        start(VllmOptions(1, served_model="/m", vllm_args={"scheduling_policy": "fcfs"}))

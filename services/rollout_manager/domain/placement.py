@@ -476,7 +476,7 @@ def _load_of(jobs: Jobs, fleet: Fleet, worker: Worker, now: Now) -> WorkerLoad:
     return WorkerLoad(
         worker=worker.id,
         batch_cap=max(1, worker.batch_cap),
-        limit=worker.trust.allowance,
+        limit=worker.admitted,
         load=len(worker.samples),
         tokens=worker.kv.held,
         profile=worker.profile if worker.profile.known else fleet.fallback_profile,

@@ -108,6 +108,8 @@ class Worker:
     kv: KvUsage = field(default_factory=KvUsage)
     max_request_tokens: int = 0
     """Longest sample, prompt included, that its engine accepts; 0 where it accepts any."""
+    seats: int = 0
+    """How many samples it takes while its engine also serves others; 0: no such limit."""
     returns_routed_experts: bool = True
     """True if its engine accepts samples that ask for the experts of each token."""
     sampling_options: frozenset[str] = frozenset()
@@ -158,7 +160,12 @@ class Worker:
     @property
     def sample_limit(self) -> float:
         """Return how many samples it should hold: its batch and what it queues, or less until it has proven itself."""
-        return min(self.batch_cap + self.headroom, self.trust.allowance)
+        return min(self.batch_cap + self.headroom, self.admitted)
+
+    @property
+    def admitted(self) -> float:
+        """Return how many samples it may hold: by its trust, and by what its engine leaves to rollouts."""
+        return min(self.seats or math.inf, self.trust.allowance)
 
     @property
     def job(self) -> str:
@@ -294,7 +301,7 @@ class Worker:
         self.returns_routed_experts = heartbeat.returns_routed_experts
         self.sampling_options = frozenset(heartbeat.sampling_options)
         self.max_adapters, self.alongside = heartbeat.max_adapters, dict(heartbeat.alongside)
-        self.waiting = heartbeat.waiting
+        self.waiting, self.seats = heartbeat.waiting, heartbeat.slots
         drains = self.noticed or self.drain_commanded
         self.state = "draining" if drains else heartbeat.state
         self._observe_throughput(heartbeat, now)

@@ -9,7 +9,7 @@ pay for its pause: a server whose bursts come often is left alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 MIN_CALM_S = 0.5
@@ -112,3 +112,60 @@ class Borrowing:
         if self.reason and since_s >= self._changed_at + WINDOW_S and n * LATE_SHARE >= 1:
             self.late_alone = late
         return late
+
+
+class Seats:
+    """How many samples run in an engine that also serves requests, over time. It begins with one, and keeps one.
+
+    Late first tokens of requests halve the number at once. Without any it grows after a calm time: it doubles while no
+    request comes, and grows by one while some do. The calm time doubles with each growth that did not last.
+
+    Args:
+        most: the worker's slots.
+        ttft_limit_s: limit of the time to the first token, see `LATE_SHARE`.
+
+    """
+
+    def __init__(self, most: int, ttft_limit_s: float) -> None:
+        self._most = most
+        self._ttft_limit_s = ttft_limit_s
+        self.count = 1
+        self.calm_s = MIN_CALM_S
+        """Time without a late token after which it grows."""
+        self._changed_at = 0.0
+        self._grew_at: float | None = None
+        """When it last grew; None once it was halved since."""
+        self._window: deque[tuple[float, float]] = deque()
+        """(time, time to the first token) of requests since the last change, in `WINDOW_S`."""
+
+    def observe(self, first_tokens_s: Iterable[float], longest_wait_s: float, now_s: float) -> int:
+        """Return the number.
+
+        Args:
+            first_tokens_s: times to the first token of the requests that had theirs since the last call.
+            longest_wait_s: of the requests that wait for theirs; 0 without any.
+            now_s: time of any clock.
+
+        """
+        self._window.extend((now_s, took_s) for took_s in first_tokens_s)
+        while self._window and now_s - self._window[0][0] > WINDOW_S:
+            self._window.popleft()
+        n_late = sum(took_s > self._ttft_limit_s for _, took_s in self._window)
+        since_s = now_s - self._changed_at
+        if longest_wait_s > self._ttft_limit_s or n_late > LATE_SHARE * len(self._window):
+            if self.count > 1 and since_s >= self._ttft_limit_s:
+                if self._grew_at is not None:
+                    lasted = now_s - self._grew_at >= WORTHWHILE_S
+                    self.calm_s = MIN_CALM_S if lasted else min(2 * self.calm_s, MAX_CALM_S)
+                    self._grew_at = None
+                self._change(self.count // 2, now_s)
+            elif self.count == 1:
+                self._changed_at = now_s
+        elif self.count < self._most and since_s >= self.calm_s:
+            self._grew_at = now_s
+            self._change(self.count + 1 if self._window else min(2 * self.count, self._most), now_s)
+        return self.count
+
+    def _change(self, count: int, now_s: float) -> None:
+        self.count, self._changed_at = count, now_s
+        self._window.clear()

@@ -360,5 +360,6 @@ def build_heartbeat(
         tokens_per_pass=load.tokens_per_pass,
         uses_drafts=stats.uses_drafts,
         alongside=tuple(session.alongside.items()),
+        slots=session.seats,
         **capabilities,
     )

@@ -228,6 +228,8 @@ class Session:
         """The held samples whose weights are not loaded yet."""
         self._accepted: dict[int, int] = {}
         """Sample -> highest attempt accepted since the weights changed: a repeated assignment is ignored."""
+        self.seats = 0
+        """How many samples it may hold, while an engine that serves others needs the rest; 0: no limit."""
         self._suspended_for: set[DeviceOwner] = set()
         self._engine_suspended = False
         self._draining = False
@@ -388,13 +390,15 @@ class Session:
             accepted[assignment.sample] = assignment
         aborts = self._abort_keys(replaced)
         self._accepted |= {sample: assignment.attempt for sample, assignment in accepted.items()}
-        if self.yields:
-            return [*aborts, *([ReleaseUnstarted(tuple(accepted.values()))] if accepted else [])]
+        released: list[Effect] = []
+        n_taken = 0 if self.yields else max(0, self.seats - len(self.held)) if self.seats else len(accepted)
+        if surplus := [accepted.pop(sample) for sample in list(accepted)[n_taken:]]:
+            released.append(ReleaseUnstarted(tuple(surplus)))
         self.held |= {sample: assignment.attempt for sample, assignment in accepted.items()}
         if self._serves(command.job_id):
-            return [*aborts, *([SubmitSamples(tuple(accepted.values()))] if accepted else [])]
+            return [*aborts, *released, *([SubmitSamples(tuple(accepted.values()))] if accepted else [])]
         self._awaiting_weights |= accepted
-        return aborts
+        return [*aborts, *released]
 
     def _revoke(self, command: Revoke) -> list[Effect]:
         keys = zip(ints(command.samples, U64), ints(command.attempts, U32), strict=True)
@@ -441,6 +445,11 @@ class Session:
     def take_device(self) -> list[Effect]:
         """Generate again. The manager must have read `suspended` by then: it takes the samples back by that alone."""
         return [] if self._draining else self._resume("serving")
+
+    def use_seats(self, seats: int) -> list[Effect]:
+        """Hold at most this many samples from now on; the newest of those above it are handed back."""
+        self.seats = seats
+        return [] if self._draining else self._release_keys(list(self.held.items())[seats:])
 
     def drain(self) -> list[Effect]:
         """Ignore all commands from now on; return the effect that cancels a running pull."""

@@ -76,6 +76,16 @@ def test_samples_of_a_yielded_worker_go_on_elsewhere_with_their_tokens() -> None
     assert (audit.tokens_regenerated.total(), audit.preemptions.total()) == (0, 0)
 
 
+def test_worker_gets_as_many_samples_as_it_has_seats() -> None:
+    scene = Scene("serving")
+    scene.apply(heartbeat("serving", slots=1), group_requested(n=3))
+    (first,) = [m for m in scene.sent(scene.turn(), "serving") if isinstance(m, Assign)]
+    assert len(first.samples) == 1
+    scene.apply(heartbeat("serving"))
+    (rest,) = [m for m in scene.sent(scene.turn(), "serving") if isinstance(m, Assign)]
+    assert len(rest.samples) == 2
+
+
 def test_yielded_worker_gets_new_versions_and_no_samples_until_it_is_back() -> None:
     scene = Scene("borrowed")
     scene.apply(yielded("borrowed"))

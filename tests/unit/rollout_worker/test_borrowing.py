@@ -16,6 +16,7 @@ from rlboost.services.rollout_worker.domain.borrowing import (
     WINDOW_S,
     WORTHWHILE_S,
     Borrowing,
+    Seats,
     ServingLoad,
 )
 from rlboost.services.rollout_worker.settings import Settings
@@ -158,9 +159,51 @@ def test_it_generates_only_after_calm_and_never_under_pressure(loads: list[Servi
             assert not reasons[-1]
 
 
+def seats_after(seats: Seats, seconds: float, now_s: float, *, first_token_s: float = 0.0) -> float:
+    """Observe for a time, in each tick one request with this time to its first token, 0: none; return the time."""
+    until_s = now_s + seconds
+    while now_s < until_s:
+        now_s += TICK_S
+        seats.observe([first_token_s] if first_token_s else [], 0.0, now_s)
+    return now_s
+
+
+def test_seats_grow_while_it_is_calm_and_late_tokens_halve_them() -> None:
+    seats = Seats(32, 0.1)
+    now_s = seats_after(seats, 4, 0.0)
+    assert seats.count == 32
+    assert seats.observe([0.2], 0.0, now_s) == 16
+    assert seats.observe([], 0.05, now_s + TICK_S) == 16
+    assert seats.observe([], 0.2, now_s + 0.11) == 8
+    seats_after(seats, 2, now_s + 0.11, first_token_s=0.05)
+    assert 8 < seats.count <= 12  # by one while requests come
+
+
+def test_calm_time_doubles_when_growth_did_not_last() -> None:
+    seats = Seats(8, 0.1)
+    now_s = seats_after(seats, MIN_CALM_S + TICK_S, 0.0)
+    assert (seats.count, seats.calm_s) == (2, MIN_CALM_S)
+    seats_after(seats, 0.2, now_s, first_token_s=0.5)
+    assert (seats.count, seats.calm_s) == (1, 2 * MIN_CALM_S)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=300), st.integers(1, 64))
+def test_seats_stay_between_one_and_the_slots(seen: list[tuple[float, float]], most: int) -> None:
+    seats, now_s = Seats(most, 0.2), 0.0
+    for first_token_s, wait_s in seen:
+        now_s += TICK_S
+        before = seats.count
+        count = seats.observe([first_token_s], wait_s, now_s)
+        assert 1 <= count <= most
+        assert wait_s <= 0.2 or count <= before
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
+        ({"serve": "8000", "engine": "vllm", "base_model": "/m"}, "pattern"),
+        ({"serve": "h:70000", "engine": "vllm", "base_model": "/m"}, "at most 65535"),
+        ({"serve_args": {"served_model_name": "m"}}, "give its address with serve"),
         ({"beside_url": "http://127.0.0.1:8000", "role": "reserved"}, "shares the trainer's device"),
         ({"beside_ttft_ms": 100}, "name that with beside_url"),
         ({"beside_max_running": 2}, "name that with beside_url"),

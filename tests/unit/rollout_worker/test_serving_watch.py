@@ -8,10 +8,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from rlboost.services.rollout_worker import __main__ as main
 from rlboost.services.rollout_worker import life
-from rlboost.services.rollout_worker.domain.borrowing import Borrowing, ServingLoad
+from rlboost.services.rollout_worker.domain.borrowing import Borrowing, Seats, ServingLoad
 from rlboost.services.rollout_worker.life import ServingWatch, check_serving
-from rlboost.shared.errors import BusUnavailable, ConfigError, Retryable
+from rlboost.services.rollout_worker.ports import EngineFailed
+from rlboost.services.rollout_worker.serving import SeatsWatch
+from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, Retryable
 from tests.support.eventually import eventually
 
 IDLE, BUSY = ServingLoad(0, 0, {0.1: 0}), ServingLoad(1, 0, {0.1: 0})
@@ -128,3 +131,61 @@ async def test_server_that_reports_no_load_fails_the_start_and_a_silent_one_does
     scene.load = ConfigError("no metrics")
     with pytest.raises(ConfigError):
         await check_serving(scene)
+
+
+async def test_worker_that_fails_while_it_serves_joins_again_and_a_drained_one_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop, outcomes = asyncio.Event(), [Fatal("no Redis"), ExceptionGroup("loops", [Fatal("no manager")]), None]
+    ended: list[asyncio.Event] = []
+
+    async def work(*given: object) -> None:
+        ended.append(given[2])  # type: ignore[arg-type] # its stop
+        if (outcome := outcomes[len(ended) - 1]) is not None:
+            raise outcome
+
+    monkeypatch.setattr(main, "_work", work)
+    monkeypatch.setattr(main, "_REJOIN_AFTER_S", 0.01)
+    working = asyncio.create_task(main._keep_working(None, None, None, stop), name="work")  # type: ignore[arg-type]
+    await eventually(lambda: len(ended) == 3)
+    await asyncio.sleep(0.05)
+    assert (len(ended), working.done()) == (3, False)
+    stop.set()
+    await working
+
+
+@pytest.mark.parametrize("error", [EngineFailed("dead"), ExceptionGroup("loops", [EngineFailed("dead")]), ValueError()])
+async def test_dead_engine_ends_the_process_that_serves(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(main, "_work", work)
+    with pytest.raises(type(error)):
+        await main._keep_working(None, None, None, asyncio.Event())  # type: ignore[arg-type]
+
+
+class Times:
+    """Requests whose first tokens are late."""
+
+    def take_first_tokens_s(self) -> list[float]:
+        return [1.0] if self.are_late else []
+
+    def longest_wait_s(self) -> float:
+        return 0.0
+
+    are_late = False
+
+
+async def test_late_requests_take_seats_of_the_worker_back() -> None:
+    stop, times, used = asyncio.Event(), Times(), [0]
+
+    class Worker:
+        async def use_seats(self, seats: int) -> None:
+            used.append(seats)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(SeatsWatch(times, Seats(8, 0.01), Worker()).run(stop), name="seats")
+        await eventually(lambda: used[-1] == 8)
+        times.are_late = True
+        await eventually(lambda: used[-1] == 1)
+        stop.set()

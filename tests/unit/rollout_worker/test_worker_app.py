@@ -500,6 +500,25 @@ async def test_yielded_worker_has_sent_every_token_and_returns_what_it_is_assign
     await rig.manager.until_finished((3, 2))
 
 
+async def test_samples_above_the_seats_are_released_with_their_tokens(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, 2, 3, max_tokens=ENDLESS))
+    await rig.manager.until_generated((1, 1), (2, 1), (3, 1), tokens=5)
+    async with rig.worker._commands._executing:  # a command waits, such as one that needs Redis
+        fewer = asyncio.create_task(rig.worker.use_seats(1), name="seats")
+        await eventually(lambda: rig.engine.running() == {(1, 1)})
+    await fewer
+    made = await rig.manager.until_finished((2, 1), (3, 1))
+    assert {made[key].finish for key in ((2, 1), (3, 1))} == {FINISH_RELEASED}
+    assert all(len(made[key].tokens) >= 5 for key in ((2, 1), (3, 1)))
+
+    async def is_reported() -> bool:
+        return (await rig.manager.last_heartbeat(worker)).slots == 1
+
+    await eventually(is_reported)
+    assert list(rig.connection.session.held) == [1]
+
+
 async def test_yielded_worker_pulls_versions_and_loads_them_once_it_has_the_device(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.worker.yield_device()

@@ -311,6 +311,17 @@ def test_samples_assigned_during_a_yield_go_back_at_once(ready: Session) -> None
     assert submitted(ready.on_command(assign((7, 2)))) == [(7, 2)]
 
 
+def test_fewer_seats_hand_the_newest_samples_back_and_refuse_more(ready: Session) -> None:
+    ready.on_command(assign((7, 1), (8, 1), (9, 1)))
+    assert ready.use_seats(2) == [ReleaseRequests(((9, 1),))]
+    assert ready.on_command(assign((10, 1))) == [ReleaseUnstarted((assignment(10),))]
+    assert list(ready.held) == [7, 8]
+    assert ready.use_seats(3) == []
+    effects = ready.on_command(assign((9, 2), (10, 2)))
+    assert effects == [ReleaseUnstarted((assignment(10, 2),)), SubmitSamples((assignment(9, 2),))]
+    assert state(ready) == "ready"
+
+
 def test_samples_that_await_weights_are_handed_back_by_a_yield() -> None:
     session = Session("w")
     session.on_command(use(0))

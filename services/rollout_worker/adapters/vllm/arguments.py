@@ -209,12 +209,22 @@ def engine_args(directory: Path, options: VllmOptions) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         **{
             **_own_arguments(directory, options),
+            **(_SERVING_ARGUMENTS | {"max_num_seqs": 2 * options.slots} if options.served_model else {}),
             **({"language_model_only": True} if has_towers(config) and config["model_type"] not in FAMILIES else {}),
             **(_corrections(config) if options.device == "cpu" else {}),
             **(_adapter_arguments(options) if options.max_adapters and _holds_adapters(config) else {}),
             **options.vllm_args,
         }
     )
+
+
+_SERVING_ARGUMENTS = {
+    "load_format": "auto",
+    "skip_tokenizer_init": False,
+    "generation_config": "auto",  # for the requests of others; samples say all of it themselves
+    "scheduling_policy": "priority",
+}
+"""Of an engine that serves a model: as `vllm serve` has them."""
 
 
 def _corrections(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -139,7 +139,8 @@ class VllmEngine:
         self.kv_block_tokens = int(cache.block_size) if cache.enable_prefix_caching else 0
         self.max_request_tokens = 0
         self.returns_routed_experts = bool(options.vllm_args.get("enable_return_routed_experts"))
-        has_grammars = not llm.model_config.skip_tokenizer_init and all(map(find_spec, _GRAMMAR_MODULES))
+        reads_text = not llm.model_config.skip_tokenizer_init and not options.served_model
+        has_grammars = reads_text and all(map(find_spec, _GRAMMAR_MODULES))
         vision = vision_of(llm.model_config.hf_config.to_dict())
         self.sampling_options = supported_options(
             options.vllm_args, has_grammars=has_grammars, sees_images=vision is not None
@@ -196,9 +197,8 @@ class VllmEngine:
         self._check_alive()
         self._end_streams(self._requests.release(keys))
 
-    def hint(self, completions: Iterable[tuple[int, Sequence[int]]]) -> None:
+    def hint(self, _: Iterable[tuple[int, Sequence[int]]]) -> None:
         """See `ports.Engine`; ignored."""
-        del completions
         self._check_alive()
 
     def set_images(self, key: RequestKey, images: Sequence[bytes] | str) -> None:

@@ -17,6 +17,7 @@ from rlboost.shared.settings import environment_without_settings
 from rlboost.shared.tls import CA_VARIABLE
 
 if TYPE_CHECKING:
+    from rlboost.services.rollout_worker.adapters.vllm.front import Front
     from rlboost.services.rollout_worker.ports import Engine
 
 _QUANTIZING_ARGS = ("quantization", "quantization_config", "kv_cache_dtype")
@@ -71,14 +72,33 @@ class VllmFactory:
         arguments.check_device(self._options.device)
         arguments.check_arguments(self._options.vllm_args)
 
+    def serve(self) -> Front:
+        """Start the engine that serves `VllmOptions.served_model` to others, too; blocks for long.
+
+        Raises:
+            ConfigError: vLLM cannot, or its server lacks a module.
+
+        """
+        self.prepare()
+        try:
+            from rlboost.services.rollout_worker.adapters.vllm.front import Front, start  # noqa: PLC0415 - it imports vllm
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"vllm's server needs the module {error.name}: install it") from error
+        with engine_core_environment(unpacked=self._is_unpacked):
+            llm = start(self._options)
+        return Front(llm, self._options)
+
+    @property
+    def _is_unpacked(self) -> bool:
+        # Some quantized layers cannot do without packing.
+        return not self._options.pack_weights and not is_quantized(self._options.vllm_args, self._options.dtype)
+
     def build(self, config_json: str, tokenizer_json: str = "") -> Engine:
         from rlboost.services.rollout_worker.adapters.tokenizer import tokenizer_for_grammars  # noqa: PLC0415 - likewise
         from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine, start  # noqa: PLC0415 - it imports vllm
 
         options = self._options
-        # Some quantized layers cannot do without packing.
-        unpacked = not options.pack_weights and not is_quantized(options.vllm_args, options.dtype)
-        with engine_core_environment(unpacked=unpacked):
+        with engine_core_environment(unpacked=self._is_unpacked):
             llm = start(config_json, options, tokenizer_for_grammars(tokenizer_json))
         return VllmEngine(llm, options)
 

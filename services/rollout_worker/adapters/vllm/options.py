@@ -74,6 +74,8 @@ class VllmOptions:
     """How many jobs it serves at once with LoRA adapters of the same weights; 0 = adapters are merged."""
     max_adapter_rank: int = 64
     """An adapter of a higher rank is merged."""
+    served_model: str = ""
+    """Folder of the model that the engine also serves to others: it starts with these weights and keeps them."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's `AsyncEngineArgs`; see `arguments.check_arguments`."""
 
