@@ -24,7 +24,7 @@ from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory, is_quantized
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
 from rlboost.services.rollout_worker.app import WorkerApp, WorkerOptions
-from rlboost.services.rollout_worker.commands import LOAD_LIMIT_S
+from rlboost.services.rollout_worker.commands import YIELD_LIMIT_S
 from rlboost.services.rollout_worker.domain.borrowing import Borrowing, Seats
 from rlboost.services.rollout_worker.domain.parity_check import Precision
 from rlboost.services.rollout_worker.generator import Generator
@@ -89,6 +89,7 @@ async def _serve(settings: Settings, stop: asyncio.Event, startup: StartupTimer)
         log.info("serving", address=settings.serve, model=app.state.args.served_model_name)
         loops: dict[str, Loop] = {
             "serving": server_loop(app, sock, settings.certificate),
+            "vllm": front.watch,
             "rollouts": partial(_keep_working, settings, startup, front),
         }
         await supervise(loops, stop, grace_s=settings.grace_s)
@@ -106,13 +107,15 @@ async def _keep_working(settings: Settings, startup: StartupTimer, front: Front,
             await _work(settings, startup, ended, front)
             log.info("rollouts_ended", serving=not stop.is_set())
             await stop.wait()
-        except (RLBoostError, ExceptionGroup) as error:
+        except Exception as error:
             causes = leaves(error)
-            if any(isinstance(cause, EngineFailed) or not isinstance(cause, RLBoostError) for cause in causes):
+            if any(isinstance(cause, EngineFailed) for cause in causes):
                 raise
             if isinstance(causes[0], ConfigError) and not n_joined:
                 raise
-            log.error("rollouts_failed", error=str(causes[0]), joins_again_in_s=_REJOIN_AFTER_S)  # noqa: TRY400 - its text says what to do
+            is_expected = all(isinstance(cause, RLBoostError) for cause in causes)  # the text says what to do
+            text = str(causes[0]) or repr(causes[0])
+            log.exception("rollouts_failed", error=text, joins_again_in_s=_REJOIN_AFTER_S, exc_info=not is_expected)
             await until_stop(stop, _REJOIN_AFTER_S)
         finally:
             forward.cancel()
@@ -227,7 +230,7 @@ def _generator(settings: Settings, front: Front | None) -> Generator:
     # With a front, scores wait for the requests of others.
     if front is None:
         return Generator(**options)
-    return ServingGenerator(front.engine(), front.differing, **options, parity_limit_s=LOAD_LIMIT_S)
+    return ServingGenerator(front.engine(), front.differing, **options, parity_limit_s=YIELD_LIMIT_S)
 
 
 def _engines(settings: Settings) -> EngineFactory:

@@ -56,8 +56,8 @@ class SeatsWatch:
         """Set the seats until the stop."""
         count = 0
         while True:
-            times = self._times
-            seats = self._seats.observe(times.take_first_tokens_s(), times.longest_wait_s(), time.monotonic())
+            times_s, wait_s = self._times.take_first_tokens_s(), self._times.longest_wait_s()
+            seats = self._seats.observe(times_s, wait_s, time.monotonic())
             await self._worker.use_seats(seats)
             if seats < count:
                 log.info("seats_reduced", seats=seats, before=count, calm_s=self._seats.calm_s)

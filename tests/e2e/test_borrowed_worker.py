@@ -142,8 +142,7 @@ def test_base_that_is_served_never_changes_while_its_adapter_trains(
         try:
             box.until(served.is_healthy, "the model is served", within_s=600)
             before = served.answers()
-            job_id = box.submit(spec)
-            with closing(Observer(box.redis_url, job_id)) as observer:
+            with box.begun_on_spot(spec, n_workers=2) as (job_id, observer):
                 while box.get(f"/v1/jobs/{job_id}")["state"] not in {"completed", "failed"}:
                     box.until(
                         lambda: worker(box)["running"] not in {0, 1} or done(box, job_id),
@@ -158,8 +157,8 @@ def test_base_that_is_served_never_changes_while_its_adapter_trains(
             assert len(versions) > 1
             assert "seats_reduced" in served.log.read_text()
             assert refusals(box, job_id) == []
-            whole = box.submit(small_job(steps=2))
-            box.until_completed(whole)
+            with box.begun_on_spot(small_job(steps=4), n_workers=2) as (whole, _):
+                box.until_completed(whole)
             assert refusals(box, whole)
             assert all("it loads adapters only: train an adapter (lora" in reason for reason in refusals(box, whole))
             assert served.answers() == before
@@ -197,6 +196,9 @@ def check_front(http: httpx.Client) -> None:
         assert http.post(f"/v1/{path}", json={"lora_name": "a", "lora_path": "/tmp"}).status_code == 404
     assert http.post("/v1/completions", json={"model": "job", "prompt": "3"}).status_code == 404
     assert http.get("/v1/models", headers={"Authorization": "Bearer other"}).status_code == 401
+    body = {"model": "prod", "prompt": "3 4", "n": 3, "seed": 1, "temperature": 1, "max_tokens": 20}
+    choices = http.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
     answer = http.post("/v1/completions", json={"model": "prod", "prompt": "3", "priority": -1})
     assert (answer.status_code, "priority" in answer.text) == (400, True)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from rlboost.services.rollout_worker.adapters.vllm.options import REFUSED_ARGUMENTS, SUSPECT_ARGUMENTS, VllmOptions
+from rlboost.services.rollout_worker.ports import EngineFailed
 from rlboost.shared.errors import ConfigError, UnsuitableWeights
 from tests.support import vllm_engines
 
@@ -142,8 +145,11 @@ def test_vllm_holds_adapters_of_models_that_support_them_if_it_is_to() -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ({"lora_modules": ["a=/a"]}, "lora_modules is not free"),
+        ({"lora_modules": ["a=/a"]}, "lora_modules is not one of"),
+        ({"tool_parser_plugin": "/plugin.py"}, "tool_parser_plugin is not one of"),
+        ({"enable_auto_tool_choice": "false"}, "enable_auto_tool_choice is 'false': give a bool, such as False"),
         ({"api_key": ["k"]}, "keys are in VLLM_API_KEY"),
+        ({"nonsense": 1}, "nonsense is not one of .*: remove it"),
         ({"tool_call_parse": "hermes"}, "did you mean tool_call_parser"),
     ],
 )
@@ -154,6 +160,44 @@ async def test_front_arguments_that_have_another_place_are_refused(arguments: di
 
     with pytest.raises(ConfigError, match=why):
         await Front(Mock(), VllmOptions(1, served_model="/m")).app(arguments)
+
+
+async def test_front_times_first_tokens_of_answers_that_are_sent_whole() -> None:
+    """A long answer without a stream is not late, and the client gets what vLLM gives for it: all choices at once."""
+    vllm_engines.require()
+    vllm_engines.require_installed("watchfiles")
+    from vllm.outputs import CompletionOutput, RequestOutput  # noqa: PLC0415 - as above
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: PLC0415 - as above
+
+    from rlboost.services.rollout_worker.adapters.vllm.front import Front  # noqa: PLC0415 - as above
+
+    parts = [(1, "x", False), (0, "a", False), (0, "ab", False), (1, "xy", True)]
+    waits: list[float] = []
+
+    class Llm:
+        async def generate(self, _: str, params: SamplingParams, __: str) -> AsyncIterator[RequestOutput]:
+            assert params.output_kind == RequestOutputKind.CUMULATIVE
+            for index, text, finished in parts:
+                choice = CompletionOutput(index, text, [1], None, None)
+                yield RequestOutput("r", None, [1], None, [choice], finished)
+                waits.append(requests.longest_wait_s())
+
+    requests = Front(Llm(), VllmOptions(1, served_model="/m")).requests  # type: ignore[arg-type]
+    given = SamplingParams(n=2, output_kind=RequestOutputKind.FINAL_ONLY)
+    (answer,) = [output async for output in requests.generate("prompt", given, "r")]
+    assert [choice.text for choice in answer.outputs] == ["ab", "xy"]
+    assert (given.output_kind, waits, requests.n_running) == (RequestOutputKind.FINAL_ONLY, [0.0] * 4, 0)
+    assert (len(requests.take_first_tokens_s()), requests.take_first_tokens_s()) == (1, [])
+
+
+async def test_front_whose_vllm_died_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_engines.require()
+    vllm_engines.require_installed("watchfiles")
+    from rlboost.services.rollout_worker.adapters.vllm import front  # noqa: PLC0415 - as above
+
+    monkeypatch.setattr(front, "_LIVENESS_S", 0.001)
+    with pytest.raises(EngineFailed, match="no memory"):
+        await front.Front(Mock(errored=True, dead_error=OSError("no memory")), VllmOptions(1)).watch(asyncio.Event())
 
 
 def test_engine_that_serves_is_scheduled_by_priority() -> None:

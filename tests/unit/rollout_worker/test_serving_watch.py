@@ -136,7 +136,8 @@ async def test_server_that_reports_no_load_fails_the_start_and_a_silent_one_does
 async def test_worker_that_fails_while_it_serves_joins_again_and_a_drained_one_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stop, outcomes = asyncio.Event(), [Fatal("no Redis"), ExceptionGroup("loops", [Fatal("no manager")]), None]
+    failures = [Fatal("no Redis"), ExceptionGroup("loops", [Fatal("no manager"), ValueError("a fault of ours")])]
+    stop, outcomes = asyncio.Event(), [*failures, None]
     ended: list[asyncio.Event] = []
 
     async def work(*given: object) -> None:
@@ -154,7 +155,7 @@ async def test_worker_that_fails_while_it_serves_joins_again_and_a_drained_one_d
     await working
 
 
-@pytest.mark.parametrize("error", [EngineFailed("dead"), ExceptionGroup("loops", [EngineFailed("dead")]), ValueError()])
+@pytest.mark.parametrize("error", [EngineFailed("dead"), ExceptionGroup("loops", [EngineFailed("dead")])])
 async def test_dead_engine_ends_the_process_that_serves(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(*_: object) -> None:
         raise error

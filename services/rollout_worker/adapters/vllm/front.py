@@ -6,11 +6,15 @@ pause the engine, or load weights into it, does not reach it.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
+import secrets
 import time
 from argparse import Namespace
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import fields, replace
+from copy import copy
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +24,14 @@ import torch
 from fastapi import FastAPI, Response
 from safetensors.torch import load_file
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.api_router import attach_router as attach_chat_router
 from vllm.entrypoints.openai.completion.api_router import attach_router as attach_completion_router
 from vllm.entrypoints.openai.models.api_router import attach_router as attach_models_router
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -33,15 +39,27 @@ from rlboost.services.rollout_worker.adapters.vllm.arguments import check_device
 from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
 from rlboost.services.rollout_worker.domain.load import EngineStats
-from rlboost.services.rollout_worker.ports import StagedWeights
+from rlboost.services.rollout_worker.ports import EngineFailed, StagedWeights
 from rlboost.shared.errors import ConfigError, RLBoostError
 from rlboost.shared.model.folder import tensor_names
+from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.weights.cache import CachedVersion
 
 _SAMPLE_PRIORITY = 1 << 30
 """vLLM schedules lower ones first; requests have 0."""
-_REFUSED = ("host", "port", "grpc_port", "uds", "ssl_", "lora_modules", "api_key", "middleware")
-"""Front arguments that have another place, begin so: `RLBOOST_WORKER_SERVE`, its certificate, and VLLM_API_KEY."""
+_ARGUMENTS = (
+    *("served_model_name", "response_role", "fingerprint_mode", "fingerprint_value", "log_error_stack"),
+    *("chat_template", "chat_template_content_format", "default_chat_template_kwargs"),
+    *("trust_request_chat_template", "trust_request_mm_kwargs"),
+    *("enable_auto_tool_choice", "tool_call_parser", "tool_strict_level", "exclude_tools_when_tool_choice_none"),
+    *("return_tokens_as_token_ids", "enable_prompt_tokens_details", "enable_force_include_usage"),
+    *("sse_keep_alive_interval", "enable_request_id_headers"),
+    *("allow_credentials", "allowed_origins", "allowed_methods", "allowed_headers"),
+)
+"""Arguments of vLLM's server that these routes follow; the others have another place here, or none."""
+_MAX_TIMES = 10_000
+"""Times to the first token that are kept for whoever takes them; the newest."""
+_LIVENESS_S = 1.0
 _TASKS = ("generate",)
 
 
@@ -110,28 +128,40 @@ class _Requests(_Part):
         self._ids = count()
         self._waiting: dict[int, float] = {}
         """Number of a request without a token -> when it came (monotonic), the oldest first."""
-        self._first_tokens_s: list[float] = []
+        self._first_tokens_s: deque[float] = deque(maxlen=_MAX_TIMES)
 
     async def add_lora(self, _: Any) -> bool:
         raise RuntimeError("this server has no adapters")
 
-    async def generate(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncIterator[Any]:
+        """See `AsyncLLM`. Of an answer that is sent whole, vLLM yields its parts, too: the first one has a time."""
         if options.get("priority"):
             raise ValueError("priority: this server schedules all requests alike: leave it out")
+        if is_whole := params.output_kind == RequestOutputKind.FINAL_ONLY:
+            params = copy(params)
+            params.output_kind = RequestOutputKind.CUMULATIVE
+        choices: dict[int, CompletionOutput] = {}
         number, began = next(self._ids), time.monotonic()
         self._waiting[number] = began
         self.n_running += 1
         try:
-            async for output in self._llm.generate(*args, **options):
+            async for output in self._llm.generate(prompt, params, request_id, **options):
                 if self._waiting.pop(number, None) is not None:
                     self._first_tokens_s.append(time.monotonic() - began)
-                yield output
+                if is_whole:
+                    choices.update((choice.index, choice) for choice in output.outputs)
+                    output.outputs = [choices[index] for index in sorted(choices)]
+                if output.finished or not is_whole:
+                    yield output
         finally:
             self._waiting.pop(number, None)
             self.n_running -= 1
 
     def take_first_tokens_s(self) -> list[float]:
-        taken, self._first_tokens_s = self._first_tokens_s, []
+        taken = list(self._first_tokens_s)
+        self._first_tokens_s.clear()
         return taken
 
     def longest_wait_s(self) -> float:
@@ -144,6 +174,7 @@ class ServingEngine(VllmEngine):
     def __init__(self, llm: AsyncLLM, options: VllmOptions, requests: _Requests) -> None:
         super().__init__(_Samples(llm), replace(options, enable_sleep=False))
         self._others = requests
+        self._n_loads = secrets.randbits(128)  # a part of the salt of samples, which clients must not guess
         self._requests.begin_version(0)
 
     def stats(self) -> EngineStats:
@@ -181,13 +212,14 @@ class Front:
         """Return the routes of the OpenAI API that are served, and no others; clients know no adapter.
 
         Args:
-            arguments: of vLLM's `FrontendArgs`, and `served_model_name`.
+            arguments: some of `_ARGUMENTS`.
 
         Raises:
-            ConfigError: there is no such argument, or it has another place, or vLLM cannot use it.
+            ConfigError: it is none of them, or vLLM cannot use it.
 
         """
         args = _namespace(arguments)
+        args.structured_outputs_config = self.llm.vllm_config.structured_outputs_config  # has the reasoning parser
         args.model, names = self._options.served_model, args.served_model_name
         args.served_model_name = [names] if isinstance(names, str) else names or [Path(args.model).name]
         app = FastAPI(openapi_url=None)
@@ -202,6 +234,17 @@ class Front:
         except Exception as error:  # of an unknown parser, or an unreadable template
             raise ConfigError(f"RLBOOST_WORKER_SERVE_ARGS: vllm cannot serve with these: {error}") from error
         return app
+
+    async def watch(self, stop: asyncio.Event) -> None:
+        """Return at the stop.
+
+        Raises:
+            EngineFailed: vLLM died.
+
+        """
+        while not await until_stop(stop, _LIVENESS_S):
+            if self.llm.errored:
+                raise EngineFailed(f"vllm, which serves the model, died: {self.llm.dead_error!r}; see its messages")
 
     async def _health(self) -> Response:
         return Response(status_code=503 if self.llm.errored else 200)
@@ -224,18 +267,18 @@ class Front:
 
 def _namespace(arguments: Mapping[str, Any]) -> Namespace:
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    known = {field.name for field in fields(FrontendArgs)} | {"served_model_name"}
     for name, value in arguments.items():
-        if name.startswith(_REFUSED):
+        if name not in _ARGUMENTS:
+            similar = difflib.get_close_matches(name, _ARGUMENTS, 1)
             raise ConfigError(
-                f"RLBOOST_WORKER_SERVE_ARGS: {name} is not free: RLBOOST_WORKER_SERVE is the address, clients' keys "
-                "are in VLLM_API_KEY, and adapters are not served: remove it"
-            )
-        if name not in known:
-            similar = difflib.get_close_matches(name, known, 1)
-            raise ConfigError(
-                f"RLBOOST_WORKER_SERVE_ARGS: vllm's server has no argument {name!r}: "
+                f"RLBOOST_WORKER_SERVE_ARGS: {name} is not one of {', '.join(sorted(_ARGUMENTS))} "
+                "(RLBOOST_WORKER_SERVE is the address, clients' keys are in VLLM_API_KEY): "
                 + (f"did you mean {similar[0]}?" if similar else "remove it")
+            )
+        default = getattr(args, name)
+        if default is not None and not isinstance(value, type(default)):
+            raise ConfigError(
+                f"RLBOOST_WORKER_SERVE_ARGS: {name} is {value!r}: give a {type(default).__name__}, such as {default!r}"
             )
         setattr(args, name, value)
     return args
