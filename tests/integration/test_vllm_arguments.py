@@ -162,6 +162,15 @@ async def test_front_arguments_that_have_another_place_are_refused(arguments: di
         await Front(Mock(), VllmOptions(1, served_model="/m")).app(arguments)
 
 
+def test_front_arguments_are_those_of_vllm() -> None:
+    vllm_engines.require()
+    vllm_engines.require_installed("watchfiles")
+    from rlboost.services.rollout_worker.adapters.vllm import front  # noqa: PLC0415 - as above
+
+    defaults = front._namespace({})
+    assert [name for name in front._ARGUMENTS if not hasattr(defaults, name)] == []
+
+
 async def test_front_times_first_tokens_of_answers_that_are_sent_whole() -> None:
     """A long answer without a stream is not late, and the client gets what vLLM gives for it: all choices at once."""
     vllm_engines.require()
@@ -182,7 +191,7 @@ async def test_front_times_first_tokens_of_answers_that_are_sent_whole() -> None
                 yield RequestOutput("r", None, [1], None, [choice], finished)
                 waits.append(requests.longest_wait_s())
 
-    requests = Front(Llm(), VllmOptions(1, served_model="/m")).requests  # type: ignore[arg-type]
+    requests = Front(Llm(), VllmOptions(1, served_model="/m")).requests
     given = SamplingParams(n=2, output_kind=RequestOutputKind.FINAL_ONLY)
     (answer,) = [output async for output in requests.generate("prompt", given, "r")]
     assert [choice.text for choice in answer.outputs] == ["ab", "xy"]
