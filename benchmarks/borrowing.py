@@ -23,7 +23,6 @@ import asyncio
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -52,7 +51,7 @@ from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.rest_models import CommitRequest
 from rlboost.shared.wire import ints
-from tests.support import published_model
+from tests.support import published_model, vllm_engines
 from tests.support.eventually import eventually
 from tests.support.ports import reserved_port
 from tests.support.service_process import TOKEN, ServiceProcess
@@ -75,20 +74,10 @@ ANSWER_TOKENS = 24
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-def renderable_model(folder: Path) -> Path:
-    """Copy the example's model, with a tokenizer that takes the texts which vLLM renders."""
-    model = folder / "model"
-    shutil.copytree(MODEL, model)
-    tokenizer = json.loads((model / "tokenizer.json").read_text())
-    tokenizer["model"]["unk_token"] = next(iter(tokenizer["model"]["vocab"]))
-    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return model
-
-
 @asynccontextmanager
 async def vllm_server(folder: Path, port: int) -> AsyncIterator[str]:
     """Start vLLM on this machine's CPUs; yield its URL."""
-    model = renderable_model(folder)
+    model = vllm_engines.copy_renderable(MODEL, folder / "model")
     env = os.environ | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
@@ -259,7 +248,7 @@ async def publish_folder(client: StoreClient, folder: Path) -> None:
 async def measure_one_engine(folder: Path, port: int, bursts: int, gap_s: float, ttft_ms: float) -> None:
     """Run the rounds with a worker that is the server, and print the results."""
     loads, draw = {"alone": Load(), "borrowed": Load()}, random.Random(1)
-    model = renderable_model(folder)
+    model = vllm_engines.copy_renderable(MODEL, folder / "model")
     (folder / "store").mkdir()
     with running_store(folder / "store") as (store, redis_url):
         async with StoreClient(store.url, TOKEN) as client:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -87,11 +85,8 @@ class Served:
     """A worker whose vLLM also serves the example's model."""
 
     def __init__(self, box: BlackBox, folder: Path) -> None:
-        self.model, self.log = folder / "model", folder / "serving.log"
-        shutil.copytree(MODEL, self.model)
-        tokenizer = json.loads((self.model / "tokenizer.json").read_text())
-        tokenizer["model"]["unk_token"] = next(iter(tokenizer["model"]["vocab"]))  # vLLM renders texts of its own
-        (self.model / "tokenizer.json").write_text(json.dumps(tokenizer))
+        vllm_engines.copy_renderable(MODEL, folder / "model")
+        self.log = folder / "serving.log"
         port = reserve_port(self)
         key = {"Authorization": "Bearer key-of-clients"}
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=key, trust_env=False, timeout=120)

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,15 @@ def config(*, tied: bool = True) -> Any:
     changed.head_dim = 32
     changed.tie_word_embeddings = tied
     return changed
+
+
+def copy_renderable(model: Path, to: Path) -> Path:
+    """Copy a model's folder, with a tokenizer that takes texts which vLLM renders at its start; return the copy."""
+    shutil.copytree(model, to)
+    tokenizer = json.loads((to / "tokenizer.json").read_text())
+    tokenizer["model"]["unk_token"] = next(iter(tokenizer["model"]["vocab"]))
+    (to / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return to
 
 
 def require_installed(module: str = "vllm") -> None:
