@@ -11,7 +11,6 @@ from rlboost.services.rollout_manager.waiters import (
     MAX_CHUNK_TOKENS,
     CompletionFailed,
     CompletionUnavailable,
-    Waiter,
 )
 from rlboost.shared.ids import MAX_REQUESTS, SampleId, is_served, job_of, request_group
 from rlboost.shared.messages import FINISH_NONE, JobReport, SampleDropped, SampleFailed, SampleFinished, Sampling
@@ -214,13 +213,13 @@ async def test_turn_that_had_ended_comes_in_chunks(rig: Rig, whole: bool) -> Non
         attempts=1,
         group_done=True,
     )
-    waiter = Waiter.of_ended(request, rig.manager.world)
-    waiter.whole = whole
+    waiters = rig.manager.completion_waiters
+    (waiter,) = waiters.register([request], rig.manager.world, resumable=True, whole=whole)
     waiter.end(end)
     found = [item async for item in rig.manager.completion_waiters.follow([waiter]) if item]
     assert [token for _, chunk in found for token in chunk.tokens] == tokens
     assert [chunk.finish for _, chunk in found] == [None, None, "stop"]
-    waiter = Waiter.of_ended(request, rig.manager.world)
+    (waiter,) = waiters.register([request], rig.manager.world, resumable=True)
     waiter.end(SampleDropped(sample=request.group, reason="out of time", group_done=True))
     with pytest.raises(CompletionFailed, match="out of time"):
         await anext(rig.manager.completion_waiters.follow([waiter]))
