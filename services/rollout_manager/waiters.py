@@ -95,11 +95,6 @@ class Waiter:
     delivered: SampleFinished | None = None
     """The end of a session's turn, which leaves the ledger with it."""
 
-    @classmethod
-    def of_ended(cls, request: GroupRequested, world: World) -> Waiter:
-        """Return one, without others, for a session's turn that has ended; see `end`."""
-        return cls(request, True, world, {0: 0}, asyncio.Event())
-
     def end(self, end: SampleFinished | SampleDropped) -> None:
         """Take the end of a session's turn."""
         if isinstance(end, SampleFinished):

@@ -92,7 +92,8 @@ def require_unquantized(config: Mapping[str, Any]) -> None:
         ConfigError: they are quantized.
 
     """
-    for part in (config, config.get("text_config") or {}):
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
         if quantization := part.get("quantization_config") or part.get("compression_config"):
             method = quantization.get("quant_method", "of an unnamed method")
             raise ConfigError(f"config.json: the model's weights are quantized ({method}): {_UNQUANTIZED}")

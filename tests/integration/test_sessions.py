@@ -13,6 +13,7 @@ import pytest
 from openai import APIStatusError, BadRequestError, OpenAI
 from redis import Redis
 
+from rlboost.services.rollout_manager.serving.sessions import MAX_REPEATS
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.agent import SESSION, SessionId, SessionRecord, key_of_start, session_key
 from rlboost.shared.messages import Message, SampleFinished, Sampling, TurnOpened
@@ -156,6 +157,26 @@ def test_call_that_got_no_answer_is_repeated_without_a_mark(system: System) -> N
     opened, ends = session.turns()
     assert [one.sample for one in opened] == [session.record.turn_id(number) for number in (0, 1)]
     assert ints(ends[opened[1].sample].tokens) == tokens_of(other)[1]
+
+
+def test_agent_that_breaks_every_answer_off_gets_another_sample_in_the_end(system: System) -> None:
+    session = Session(system)
+    for _ in range(MAX_REPEATS + 2):
+        session.ask(user("t3"))
+        with redis_of(system) as redis:
+            redis.hdel(session.id.redis_key, names.session_answer(session.record.turn_id(0)))
+    assert len(session.turns()[0]) == 2
+
+
+def test_turn_of_another_start_that_is_not_continued_is_not_repeated(system: System) -> None:
+    session = Session(system)
+    first = session.ask(user("t3")).choices[0].message.model_dump()
+    session.ask(user("t3"), first, user("t4"))
+    with redis_of(system) as redis:
+        assert redis.hdel(session.id.redis_key, names.session_answer(session.record.turn_id(1)))
+    session.ask(user("t3"), first, user("t4"), agent=session.client("two"))
+    opened, _ = session.turns()
+    assert [(one.start, one.sample) for one in opened[2:]] == [("two", session.record.turn_id(2))]
 
 
 def test_streams_and_responses_are_turns_as_well(system: System) -> None:

@@ -33,6 +33,8 @@ pytestmark = vllm_engines.MARKS
 SLOTS = 8
 LONG = [7 * i % tiny_models.VOCABULARY for i in range(140)]
 """More tokens than a block of vLLM's KV cache has on a CPU: shorter prefixes are never shared."""
+TOKENS = 300
+"""Of a sample that new weights must find in its middle, also on a busy machine."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", autouse=True)
@@ -44,7 +46,9 @@ async def _no_vllm_stays() -> AsyncIterator[None]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
     vllm_engines.require()
-    model = tiny_models.make(vllm_engines.config())
+    config = vllm_engines.config()
+    config.max_position_embeddings = len(LONG) + TOKENS + 1
+    model = tiny_models.make(config)
     engine = await vllm_engines.start(model.config, slots=SLOTS, max_adapters=len(JOBS), max_adapter_rank=16)
     shared = Shared(model, engine, tmp_path)
     await engine.load_weights(0, CachedVersion(shared.base))
@@ -89,22 +93,22 @@ async def test_requests_that_keep_their_kv_continue_with_the_new_adapter_and_sha
     shared: Shared,
 ) -> None:
     jobs = ["a", "b"]
-    kept = [replace(request(i, prompt=LONG, max_tokens=19), job_id=job) for i, job in enumerate(jobs)]
+    kept = [replace(request(i, prompt=LONG, max_tokens=TOKENS), job_id=job) for i, job in enumerate(jobs)]
     collector = Collector(shared.engine)
     shared.engine.submit(kept)
     await eventually(lambda: min(collector.made(0), collector.made(1)) > 3)
     await shared.engine.suspend(keep_kv=True)
     old = shared.models["a"]
     await shared.load("a", version=2, keep_kv=True, seed=9)
-    fresh = replace(request(10, prompt=LONG, max_tokens=19), job_id="a")
+    fresh = replace(request(10, prompt=LONG, max_tokens=TOKENS), job_id="a")
     shared.engine.submit([fresh])
     await shared.engine.resume()
     a, b, new = await collector.all_ended([*kept, fresh])
     shared.assert_logprobs(kept[1], b)
     shared.assert_logprobs(fresh, new)
     n_old = a.versions.count(1)
-    assert a.versions == [1] * n_old + [2] * (19 - n_old)
-    assert 3 < n_old < 19
+    assert a.versions == [1] * n_old + [2] * (TOKENS - n_old)
+    assert 3 < n_old < TOKENS
     before, after = (tiny_models.logprobs(model, LONG, a.tokens) for model in (old, shared.models["a"]))
     assert a.logprobs[:n_old] == pytest.approx(before[:n_old], abs=1e-4)
     for others in (before, after):  # by the new adapter, from keys and values of the old one
@@ -113,7 +117,7 @@ async def test_requests_that_keep_their_kv_continue_with_the_new_adapter_and_sha
 
 async def test_requests_of_whole_models_keep_their_kv_where_adapters_may_be(shared: Shared, tmp_path: Path) -> None:
     engine, collector = shared.engine, Collector(shared.engine)
-    one = replace(request(0, prompt=LONG, max_tokens=19), job_id="whole")
+    one = replace(request(0, prompt=LONG, max_tokens=TOKENS), job_id="whole")
     await engine.load_adapter("whole", 0, None)
     engine.submit([one])
     await eventually(lambda: collector.made(0) > 3)
@@ -124,7 +128,7 @@ async def test_requests_of_whole_models_keep_their_kv_where_adapters_may_be(shar
     await engine.resume()
     (made,) = await collector.all_ended([one])
     n_old = made.versions.count(0)
-    assert 3 < n_old < 19
+    assert 3 < n_old < TOKENS
     computed_again = tiny_models.logprobs(changed, LONG, made.tokens)[n_old:]
     assert max(abs(x - y) for x, y in zip(made.logprobs[n_old:], computed_again, strict=True)) > 1e-2
 

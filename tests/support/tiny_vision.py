@@ -66,7 +66,7 @@ def config(family: str = "qwen3_vl", head_dim: int = 0) -> Any:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 96,
+        "max_position_embeddings": 256,
         "bos_token_id": 2,
         "eos_token_id": 1,
         "pad_token_id": 0,

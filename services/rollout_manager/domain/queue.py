@@ -1,8 +1,10 @@
 """The queue of samples without a worker, in the order in which they start.
 
-1. Samples that have tokens already, the longest remaining first: their groups wait for them.
+1. Samples that have tokens already and later turns of a trainer's conversations, the longest remaining first: their
+   groups wait for them, and a worker may still have the KV cache of the earlier turns.
 2. The others group by group, the oldest first: the trainer gets whole groups early, and those of a group that end give
-   drafts to the others. Longest first completes groups later, and steps end no earlier (docs/evaluation.md).
+   drafts to the others. Longest first completes groups later, and steps end no earlier (docs/evaluation.md). Calls of
+   agents are in the order of their sessions, and requests of clients, whose ids are random, in that of their arrival.
 """
 
 from __future__ import annotations
@@ -107,15 +109,13 @@ class SampleQueue:
     Entries are dropped lazily: `pop_next` skips a sample that is no longer queued or was queued twice.
     """
 
-    resumed: list[tuple[float, int]] = field(default_factory=list)
-    """Heap of (-remaining tokens, sample) of samples that have tokens."""
-    unstarted: list[int] = field(default_factory=list)
-    """Heap of samples without tokens: ids rise by group, then by member."""
+    samples: list[tuple[bool, float, int, int]] = field(default_factory=list)
+    """Heap of (whether it starts, what orders it among these or the others, group or session, sample)."""
 
     @property
     def empty(self) -> bool:
         """Return True if no sample is queued."""
-        return not self.resumed and not self.unstarted
+        return not self.samples
 
     def add(self, sample: Sample, remaining_tokens: float) -> None:
         """Queue a sample.
@@ -125,22 +125,23 @@ class SampleQueue:
             remaining_tokens: how many more tokens it is expected to generate.
 
         """
-        if sample.tokens:
-            heapq.heappush(self.resumed, (-remaining_tokens, sample.id))
-            return
-        heapq.heappush(self.unstarted, sample.id)
+        request, starts = sample.request, not continues(sample)
+        # All requests of clients expire after the same time.
+        order = request.expires_at if starts else -remaining_tokens
+        heapq.heappush(self.samples, (starts, order, request.session or request.group, sample.id))
 
     def pop_next(self, is_queued: Callable[[int], bool]) -> int | None:
         """Remove and return the next sample for which `is_queued` is true; None if there is none."""
-        while (sample := self._next()) is not None:
+        while self.samples:
+            *_, sample = heapq.heappop(self.samples)
             if is_queued(sample):
                 return sample
         return None
 
-    def _next(self) -> int | None:
-        if self.resumed:
-            return heapq.heappop(self.resumed)[1]
-        return heapq.heappop(self.unstarted) if self.unstarted else None
+
+def continues(sample: Sample) -> bool:
+    """Return True if a sample has tokens, or is a later turn of a trainer's conversation."""
+    return bool(sample.tokens or (sample.request.preferred_worker and not sample.request.expires_at))
 
 
 class Queues(dict[Requirement, SampleQueue]):
@@ -160,7 +161,7 @@ class Queues(dict[Requirement, SampleQueue]):
         """Queue a sample without an owner."""
         if (job := self._jobs.get_active(sample.request.job_id)) is None:
             return
-        remaining = job.progress.lengths.remaining_tokens(sample) if sample.tokens else 0.0
+        remaining = job.progress.lengths.remaining_tokens(sample) if continues(sample) else 0.0
         self.setdefault(requirement_of(sample), SampleQueue()).add(sample, remaining)
 
     def remove(self, sample: Sample) -> None:

@@ -197,6 +197,10 @@ class Completion:
             return
         yield "data: [DONE]\n\n"
 
+    def close(self) -> None:
+        """Stop waiting for it, if a response has not: one that its client left early never began."""
+        self._unregister(self._waiters)
+
     def _call_reader(self, prompt: bytes, answer: str) -> CallReader | None:
         """Return a reader of the tool calls in an answer, None if none are to be read."""
         if self.style is None or not isinstance(self.body, ChatBody):
@@ -401,13 +405,9 @@ class Completion:
         return ours
 
     async def _open_turn(self, turn: SessionTurn) -> list[Waiter]:
-        """Open a turn of a session, unless it is open, and wait for it, unless it has ended."""
+        """Open a turn of a session, unless it is open, and wait for it."""
         waiters, world = self.manager.completion_waiters, self.manager.world
-        ours = (
-            [Waiter.of_ended(turn.request, world)]
-            if turn.end
-            else waiters.register([turn.request], world, resumable=True, whole=self._is_whole)
-        )
+        ours = waiters.register([turn.request], world, resumable=True, whole=self._is_whole)
         try:
             if turn.ops:
                 await self.manager.write(turn.ops)

@@ -260,9 +260,23 @@ class _Chats:
             raise _text_problem(error, "messages") from error
 
 
+class _Stream(StreamingResponse):
+    """Server-sent events of a completion."""
+
+    def __init__(self, completion: Completion, events: AsyncGenerator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._completion = completion
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._completion.close()  # `events` never begin if the client has gone before
+
+
 async def _respond(completion: Completion, http: Request) -> Response:
     if completion.body.stream:
-        return StreamingResponse(completion.stream(), media_type="text/event-stream")
+        return _Stream(completion, completion.stream())
     response = await _unless_disconnected(http, completion.collect())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if response is None else JSONResponse(response)
 
@@ -270,7 +284,7 @@ async def _respond(completion: Completion, http: Request) -> Response:
 async def _translate(completion: Completion, writer: Writer, http: Request) -> Response:
     """Respond in another API's format."""
     if completion.body.stream:
-        return StreamingResponse(translated_stream(completion, writer), media_type="text/event-stream")
+        return _Stream(completion, translated_stream(completion, writer))
     response = await _unless_disconnected(http, completion.collect())
     return Response(status_code=CLIENT_CLOSED_REQUEST) if response is None else JSONResponse(writer.whole(response))
 

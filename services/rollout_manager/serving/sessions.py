@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -52,6 +52,8 @@ MAX_BYTES = 256 << 20
 """Maximum size of what it remembers."""
 TURN_BYTES = 4096
 """About the memory of a turn besides its tokens."""
+MAX_REPEATS = 8
+"""How often unmarked calls get a turn again: an agent may break its streams off on purpose."""
 _ENDS = (names.session_finished, names.session_answer)
 
 
@@ -86,6 +88,8 @@ class _Turn:
     end: SampleFinished | SampleDropped | None = None
     answer: str | None = None
     """Digest of its messages and its answer, None before its agent has received it."""
+    n_repeats: int = 0
+    """How many calls got it after the one that opened it, as far as this manager knows."""
 
     @property
     def misses(self) -> list[str]:
@@ -262,7 +266,9 @@ class Sessions:
             now = before.opened.model_copy(update={"start": session.start})
             self._forget(session.redis_key)
             return _asked(session, record, before, known.prompt(before), _opening(session, before.id, now))
-        if repeated := _repeated(same, retry, self._manager.completion_waiters.clients.attended):
+        same = [turn for turn in same if turn.opened.start == session.start]
+        if repeated := _repeated(same, retry, await self._lost(session, same)):
+            repeated.n_repeats += 1
             return _asked(session, record, repeated, known.prompt(repeated))
         await self._check_limit(session, record, ours, len(turns))
         parent = _parent(ours, found)
@@ -288,6 +294,21 @@ class Sessions:
         asked = _asked(session, record, turn, tokens, _opening(session, turn.id, new))
         asked.ops.append(Append(names.rollouts_requested(session.job_id), asked.request))
         return asked
+
+    async def _lost(self, session: SessionId, turns: Sequence[_Turn]) -> list[_Turn]:
+        """Return the turns that their agent has not received and no connection waits for, and thus asks for again."""
+        attended = self._manager.completion_waiters.clients.attended
+        lost = [turn for turn in turns if turn.answer is None and turn.id not in attended]
+        lost = [turn for turn in lost if turn.n_repeats < MAX_REPEATS]
+        if not lost:
+            return lost
+        # An answer is stored before its connection ends, but maybe after the session was read.
+        fields = [names.session_answer(turn.id) for turn in lost]
+        try:
+            answers = await self._bus.hash_some(session.redis_key, fields)
+        except BusUnavailable as error:
+            raise _unavailable(error) from error
+        return [turn for turn, answer in zip(lost, answers, strict=True) if answer is None]
 
     async def _check_limit(self, session: SessionId, record: SessionRecord, own: Sequence[_Turn], n_all: int) -> None:
         """Refuse a call beyond the limits of one start, and record that it was."""
@@ -329,7 +350,7 @@ class Sessions:
                     known = _Known(world, _open_record(stored, session))
                     known.add(stored)
         except BusUnavailable as error:
-            raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
+            raise _unavailable(error) from error
         self._remember(key, known)
         return known
 
@@ -359,6 +380,10 @@ class Sessions:
             self._n_bytes -= n_bytes
 
 
+def _unavailable(error: BusUnavailable) -> Problem:
+    return openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"})
+
+
 def _open_record(stored: Mapping[str, str | None], session: SessionId) -> SessionRecord:
     try:
         return check_leased(stored, session)
@@ -386,19 +411,17 @@ def _asked(
     return SessionTurn(request, turn.opened.messages, list(ops), turn.end)
 
 
-def _repeated(same: Sequence[_Turn], retry: Retry, attended: Container[int]) -> _Turn | None:
+def _repeated(same: Sequence[_Turn], retry: Retry, lost: Sequence[_Turn]) -> _Turn | None:
     """Return the turn of a call that is repeated, of several the newest that its agent has not received.
 
     Args:
-        same: the turns of equal calls, the oldest first.
-        retry: how the client says that it repeats a call. Not all do: a turn that its agent has not received, and that
-            no connection waits for, is one that it asks for again.
-        attended: ids of the turns that connections wait for.
+        same: the turns of equal calls of this start of the agent, the oldest first.
+        retry: how the client says that it repeats a call. Not all do.
+        lost: those of them that the agent must have lost.
 
     """
     if retry.key:
         return next((turn for turn in same if turn.opened.key == retry.key), None)
-    lost = [turn for turn in same if turn.answer is None and turn.id not in attended]
     if lost or not retry.is_again:
         return lost[-1] if lost else None
     return max(reversed(same), key=lambda turn: turn.answer is None, default=None)

@@ -281,13 +281,13 @@ def form_of_vllm(given: object) -> dict[str, Any]:
         case {"json": str(text), **rest} if not rest:
             try:
                 return json_form(checked_schema(json.loads(text)))
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise ValueError(f"json is no JSON: {error}") from error
         case {"json": schema, **rest} if not rest:
             return json_form(checked_schema(schema))
         case {"regex": str(pattern), **rest} if not rest and pattern:
+            _check_patterns([pattern])  # first, since a long one takes long to check
             _check_pattern(pattern, "regex")
-            _check_patterns([pattern])
             return {"type": "regex", "pattern": pattern}
         case {"choice": [*texts], **rest} if (
             not rest and texts and all(isinstance(text, str) and text for text in texts)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from openai import APIError, BadRequestError
 
 from rlboost.services.rollout_manager.serving.openai_responses import chat_of_response
+from rlboost.services.rollout_manager.serving.routes import _respond
 from rlboost.services.rollout_manager.serving.schemas import parse_chat
 from rlboost.services.rollout_manager.serving.structured import ANY_OBJECT, json_form
 from tests.support.serving_site import BEARER, Site, running_site
@@ -78,6 +81,23 @@ def test_form_of_the_answer_is_that_of_a_chat() -> None:
     assert parse_chat(
         chat_of_response(raw | {"text": {"format": {"type": "json_object"}}})
     ).form_of_answer == json_form(ANY_OBJECT)
+
+
+async def test_stream_whose_client_has_gone_stops_waiting() -> None:
+    completion = Mock()
+    completion.body.stream, completion.stream = True, never
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    response = await _respond(completion, Mock())
+    await response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, AsyncMock())
+    completion.close.assert_called_once()
+
+
+async def never() -> AsyncGenerator[str]:
+    await asyncio.Event().wait()
+    yield ""
 
 
 async def test_response_has_text_then_calls(site: Site) -> None:

@@ -332,6 +332,23 @@ def test_samples_with_tokens_resume_before_new_ones() -> None:
     assert order_of(waiting, 1) == [(1, 2)]
 
 
+def test_later_turns_precede_new_groups_and_sessions_are_in_order() -> None:
+    waiting, sessions = SampleQueue(), [group(number)[0].id for number in (0, 1)]
+    turns = {"first": (9, 0, ""), "later": (8, 0, "w"), "of 1": (5, sessions[1], ""), "of 0": (6, sessions[0], "")}
+    for number, session, worker_id in turns.values():
+        request = group_requested(number, session=session, preferred_worker=worker_id)
+        waiting.add(Sample(request.group, request, "", 0), 5.0)
+    assert order_of(waiting, 4) == [(8, 0), (6, 0), (5, 0), (9, 0)]
+
+
+def test_requests_of_clients_start_in_the_order_of_their_arrival() -> None:
+    waiting = SampleQueue()
+    for number, expires_at, worker_id in ((7, 1.0, ""), (3, 3.0, "w"), (5, 2.0, "")):
+        request = group_requested(number, expires_at=expires_at, preferred_worker=worker_id)
+        waiting.add(Sample(request.group, request, "", 0), 0.0)
+    assert order_of(waiting, 3) == [(7, 0), (5, 0), (3, 0)]
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=60))
 def test_queue_returns_every_sample_once(adds: list[tuple[int, int]]) -> None:
     waiting, groups = SampleQueue(), [group(number) for number in range(6)]

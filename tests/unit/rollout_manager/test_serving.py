@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.world import GRACE_S
+from rlboost.services.rollout_manager.domain.world import GRACE_S, Clients
+from rlboost.services.rollout_manager.serving.sessions import MAX_REPEATS, Sessions, _Turn
 from rlboost.services.rollout_manager.waiters import (
     MAX_CHUNK_TOKENS,
     CompletionFailed,
     CompletionUnavailable,
-    Waiter,
 )
 from rlboost.shared.ids import MAX_REQUESTS, SampleId, is_served, job_of, request_group
+from rlboost.shared.job.agent import SessionId
 from rlboost.shared.messages import FINISH_NONE, JobReport, SampleDropped, SampleFailed, SampleFinished, Sampling
 from rlboost.shared.streams import names
 from rlboost.shared.wire import F32, I32, pack
@@ -214,13 +216,22 @@ async def test_turn_that_had_ended_comes_in_chunks(rig: Rig, whole: bool) -> Non
         attempts=1,
         group_done=True,
     )
-    waiter = Waiter.of_ended(request, rig.manager.world)
-    waiter.whole = whole
+    waiters = rig.manager.completion_waiters
+    (waiter,) = waiters.register([request], rig.manager.world, resumable=True, whole=whole)
     waiter.end(end)
     found = [item async for item in rig.manager.completion_waiters.follow([waiter]) if item]
     assert [token for _, chunk in found for token in chunk.tokens] == tokens
     assert [chunk.finish for _, chunk in found] == [None, None, "stop"]
-    waiter = Waiter.of_ended(request, rig.manager.world)
+    (waiter,) = waiters.register([request], rig.manager.world, resumable=True)
     waiter.end(SampleDropped(sample=request.group, reason="out of time", group_done=True))
     with pytest.raises(CompletionFailed, match="out of time"):
         await anext(rig.manager.completion_waiters.follow([waiter]))
+
+
+async def test_turn_is_lost_without_an_answer_and_a_connection() -> None:
+    """The answer to the second one came after the session was read."""
+    attended, answered, lost, repeated = (_Turn(number, Mock()) for number in range(4))
+    repeated.n_repeats = MAX_REPEATS
+    bus = Mock(hash_some=AsyncMock(return_value=["digest", None]))
+    sessions = Sessions(Mock(completion_waiters=Mock(clients=Clients(attended={0}))), bus)
+    assert await sessions._lost(SessionId("j", 0), [attended, answered, lost, repeated]) == [lost]

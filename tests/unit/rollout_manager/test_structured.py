@@ -139,10 +139,12 @@ def test_unknown_format_is_refused(given: Any) -> None:
         ({"choice": ["a", 1]}, "give one of json"),
         ({"regex": "a", "choice": ["a"]}, "give one of json"),
         ({"json": "{"}, "no JSON"),
+        ({"json": "[" * 100_000}, "no JSON"),
         ({"json": 1}, "should be a JSON schema"),
         ({"regex": "("}, "regex is '\\('"),
         ({"regex": "a(?=b)"}, "regex is .* is not supported"),
         ({"regex": "a" * 1025}, "patterns have 1025"),
+        ({"regex": "(" * 1025}, "patterns have 1025"),
         ({"choice": ["a" * (1 << 16), "b"]}, "choice has 65537 characters"),
     ],
 )

@@ -456,6 +456,8 @@ async def test_suspension_is_reported_only_after_the_flush(rig: Rig) -> None:
     await rig.manager.send(worker, assign(1, max_tokens=4000))
     await rig.manager.until_generated((1, 1), tokens=20)
     rig.log_refuses = True
+    n_tokens = rig.engine.stats().tokens_generated_total
+    await eventually(lambda: rig.engine.stats().tokens_generated_total > n_tokens)  # one that is not flushed
     await rig.manager.send(worker, Suspend(step=1))
     await eventually(lambda: any("suspension" in wait.because for wait in rig.waits.current()))
     assert (await rig.manager.last_heartbeat(worker)).state == "ready"
