@@ -58,7 +58,7 @@ _ARGUMENTS = (
 )
 """Arguments of vLLM's server that these routes follow; the others have another place here, or none."""
 _MAX_TIMES = 10_000
-"""Times to the first token that are kept for whoever takes them; the newest."""
+"""Times to the first token that are kept until they are taken; the newest."""
 _LIVENESS_S = 1.0
 _TASKS = ("generate",)
 
