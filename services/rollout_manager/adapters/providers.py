@@ -7,8 +7,10 @@ import contextlib
 import os
 import signal
 import ssl
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
+from typing import IO
 
 import aiohttp
 
@@ -109,12 +111,23 @@ class ShellCommand:
         self._command, self._limit_s = command, limit_s
 
     async def scale(self, kind: str, workers: int, _hosts: Collection[str] = (), /) -> None:
+        # A file, and no pipe: a process that the command leaves in the background may hold that open.
+        with tempfile.TemporaryFile() as output:
+            code = await self._run(kind, workers, output)
+            if not code:
+                return
+            output.seek(0)
+            text = output.read().decode(errors="replace").strip()[-_SHOWN_CHARACTERS:] or "it wrote nothing"
+        raise ProviderFailed(f"the provider command exited with {code}: {text}")
+
+    async def _run(self, kind: str, workers: int, output: IO[bytes]) -> int:
+        """Return the command's exit code."""
         env = {name: value for name, value in os.environ.items() if not name.startswith(_SECRET)}
         try:
             process = await asyncio.create_subprocess_shell(
                 self._command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
                 env=env | {"RLBOOST_KIND": kind, "RLBOOST_WORKERS": str(workers)},
                 start_new_session=True,  # so that its children can be killed with it
@@ -124,7 +137,7 @@ class ShellCommand:
         has_ended = False
         try:
             async with asyncio.timeout(self._limit_s):
-                output, _ = await process.communicate()
+                code = await process.wait()
             has_ended = True
         except TimeoutError as error:
             raise ProviderFailed(
@@ -135,9 +148,7 @@ class ShellCommand:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
-        if process.returncode:
-            text = output.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:] or "it wrote nothing"
-            raise ProviderFailed(f"the provider command exited with {process.returncode}: {text}")
+        return code
 
     async def price(self, _kind: str, /) -> float | None:
         return None

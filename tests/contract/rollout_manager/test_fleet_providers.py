@@ -8,14 +8,16 @@ import errno
 import os
 import re
 import shlex
+import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import botocore.session
 import pytest
+import uvloop
 
 from rlboost.services.rollout_manager.adapters.aws import EXCESS_S, Aws
 from rlboost.services.rollout_manager.adapters.providers import Kubernetes, ShellCommand
@@ -132,13 +134,25 @@ async def test_command_that_cannot_be_started_fails(monkeypatch: pytest.MonkeyPa
         await ShellCommand("true").scale("spot", 1)
 
 
-@pytest.mark.parametrize("end", ["wait", "exit"])
-async def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path, end: str) -> None:
+async def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
     file = shlex.quote(str(tmp_path / "pid"))
     with pytest.raises(ProviderFailed, match="did not end"):
-        await ShellCommand(f"sleep 60 & echo $! > {file}; {end}", limit_s=1.0).scale("spot", 1)
+        await ShellCommand(f"sleep 60 & echo $! > {file}; wait", limit_s=1.0).scale("spot", 1)
     pid = int((tmp_path / "pid").read_text())
     await eventually(lambda: not _runs(pid))
+
+
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
+def test_command_may_leave_a_process_in_the_background(tmp_path: Path, loop: Callable[[Any], None]) -> None:
+    file = shlex.quote(str(tmp_path / "pid"))
+    try:
+        loop(ShellCommand(f"sleep 60 & echo $! > {file}", limit_s=30).scale("spot", 1))
+        pid = int((tmp_path / "pid").read_text())
+        assert _runs(pid)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ProviderFailed, match=r"exited with 3: no quota$"):
+        loop(ShellCommand("echo no quota; exit 3").scale("spot", 1))
 
 
 def _runs(pid: int) -> bool:
