@@ -36,8 +36,6 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import httpx
-import torch
-from safetensors.torch import load_file
 
 from benchmarks.support.weight_store import running_store
 from rlboost.shared.messages import Resume, Suspend, TokenFrame, UseVersion, WorkerHeartbeat
@@ -47,9 +45,9 @@ from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams.bus import START
 from rlboost.shared.streams.names import worker_reports
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.rest_models import CommitRequest
+from rlboost.shared.weights.torch_tensors import named_shards
 from rlboost.shared.wire import ints
 from tests.support import published_model, vllm_engines
 from tests.support.eventually import eventually
@@ -236,11 +234,7 @@ class Rate:
 
 async def publish_folder(client: StoreClient, folder: Path) -> None:
     """Commit a model's folder as version 0."""
-    shards = []
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        shape, data = tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().data
-        shards.append(Shard(name, str(tensor.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, data))
-    part = await Publisher(client, Waits()).publish(JOB, 0, 0, shards)
+    part = await Publisher(client, Waits()).publish(JOB, 0, 0, named_shards(folder))
     config = (folder / "config.json").read_text()
     await client.commit(JOB, 0, CommitRequest(expect=-1, parts=(part.digest,), config_json=config))
 

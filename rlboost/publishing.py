@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rlboost.shared.errors import ConfigError, Conflict
-from rlboost.shared.model.folder import is_quantized, require_unquantized, tensor_names, vocabulary_size
+from rlboost.shared.model.folder import require_unquantized, require_unquantized_tensor, tensor_names, vocabulary_size
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.lora import Shape, adapter_of, config_json_of, wrapped_names
@@ -184,8 +184,7 @@ def _check_adapter(weights: Weights) -> None:
     """Check that workers can merge an adapter into its model."""
     model = dict(_kinds_of(weights.model))
     for name, (_, dtype) in model.items():
-        if is_quantized(name, dtype):
-            raise ConfigError(f"{name} is quantized ({dtype}): load the model without quantization")
+        require_unquantized_tensor(name, dtype)
     adapter = {name: tuple(tensor.shape) for name, tensor in weights.adapter.items()}
     try:
         adapter_of(weights.adapter_json, adapter, {name: shape for name, (shape, _) in model.items()})

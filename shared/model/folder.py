@@ -111,6 +111,17 @@ def is_quantized(tensor: str, dtype: str) -> bool:
     return dtype.lower().startswith(_SHORT_FLOATS) or (is_weight and dtype.lower().startswith(("i", "u")))
 
 
+def require_unquantized_tensor(tensor: str, dtype: str) -> None:
+    """Check that a tensor to publish has no quantized weights; for the arguments see `is_quantized`.
+
+    Raises:
+        ConfigError: it has.
+
+    """
+    if is_quantized(tensor, dtype):
+        raise ConfigError(f"{tensor} is quantized ({dtype}): load the model without quantization")
+
+
 def require_teachable(student: Path, teacher: Path) -> None:
     """Check that a model can learn from the probabilities that another one gives to its tokens.
 

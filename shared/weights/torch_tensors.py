@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rlboost.shared.errors import ConfigError
-from rlboost.shared.model.folder import is_quantized, tensor_names
+from rlboost.shared.model.folder import require_unquantized_tensor, tensor_names
 from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.manifest import Shard, TensorEntry, digest_of
 
@@ -43,8 +42,7 @@ def named_shards(weights: torch.nn.Module | Mapping[str, torch.Tensor] | str | P
         shape = tuple(data.shape)
         raw = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else b""
         dtype = str(data.dtype).removeprefix("torch.")
-        if is_quantized(name, dtype):
-            raise ConfigError(f"{name} is quantized ({dtype}): load the model without quantization")
+        require_unquantized_tensor(name, dtype)
         yield Shard(name, dtype, shape, (0,) * len(shape), shape, raw)
 
 

@@ -28,6 +28,7 @@ from rlboost.services.rollout_manager.serving.schemas import (
     CompletionBody,
     error_object,
     openai_problem,
+    unavailable,
 )
 from rlboost.services.rollout_manager.serving.sessions import Sessions, SessionTurn
 from rlboost.services.rollout_manager.serving.structured import grammar, has_json_arguments
@@ -401,7 +402,7 @@ class Completion:
                 await manager.write([Append(names.rollouts_requested(group.job_id), group) for group in new])
         except (Fenced, BusUnavailable) as error:
             self._unregister(ours)
-            raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
+            raise unavailable(error) from error
         return ours
 
     async def _open_turn(self, turn: SessionTurn) -> list[Waiter]:
@@ -415,7 +416,7 @@ class Completion:
                 turn.end = await self.sessions.end(turn)  # it may have ended before this call waited for it
         except (Fenced, BusUnavailable) as error:
             self._unregister(ours)
-            raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
+            raise unavailable(error) from error
         if turn.end is not None:
             ours[0].end(turn.end)
         return ours
@@ -486,7 +487,7 @@ def _problem_of(error: CompletionUnavailable | CompletionFailed) -> Problem:
         return openai_problem(
             400, "Cannot be generated", f"{error}: change the request, or its model if the job has ended"
         )
-    return openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"})
+    return unavailable(error)
 
 
 def _requests(op: Op) -> bool:

@@ -47,6 +47,11 @@ def openai_problem(
     return Problem(status, title, detail, headers=headers, error=_error(status, title, detail, param))
 
 
+def unavailable(error: Exception) -> Problem:
+    """Return the error of a request that may succeed a moment later."""
+    return openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"})
+
+
 def invalid_value(param: str, detail: str) -> Problem:
     """Return the error of a field with a value that is not supported."""
     return openai_problem(400, "Invalid value", detail, param=param)

@@ -30,7 +30,7 @@ from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.ports import TemplateOptions, TokenizationError
-from rlboost.services.rollout_manager.serving.schemas import ChatBody, openai_problem
+from rlboost.services.rollout_manager.serving.schemas import ChatBody, openai_problem, unavailable
 from rlboost.services.rollout_manager.serving.text import MAX_READS, Message, ServedModel, digest_with, digests
 from rlboost.services.rollout_manager.session_offers import check_leased
 from rlboost.shared.errors import BusUnavailable
@@ -307,7 +307,7 @@ class Sessions:
         try:
             answers = await self._bus.hash_some(session.redis_key, fields)
         except BusUnavailable as error:
-            raise _unavailable(error) from error
+            raise unavailable(error) from error
         return [turn for turn, answer in zip(lost, answers, strict=True) if answer is None]
 
     async def _check_limit(self, session: SessionId, record: SessionRecord, own: Sequence[_Turn], n_all: int) -> None:
@@ -350,7 +350,7 @@ class Sessions:
                     known = _Known(world, _open_record(stored, session))
                     known.add(stored)
         except BusUnavailable as error:
-            raise _unavailable(error) from error
+            raise unavailable(error) from error
         self._remember(key, known)
         return known
 
@@ -378,10 +378,6 @@ class Sessions:
         while len(self._known) > MAX_SESSIONS or self._n_bytes > MAX_BYTES:
             _, (_, n_bytes) = self._known.popitem(last=False)
             self._n_bytes -= n_bytes
-
-
-def _unavailable(error: BusUnavailable) -> Problem:
-    return openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"})
 
 
 def _open_record(stored: Mapping[str, str | None], session: SessionId) -> SessionRecord:

@@ -215,7 +215,7 @@ class Front:
             arguments: some of `_ARGUMENTS`.
 
         Raises:
-            ConfigError: it is none of them, or vLLM cannot use it.
+            ConfigError: one is not among these, or vLLM cannot use it.
 
         """
         args = _namespace(arguments)
